@@ -1,0 +1,93 @@
+# Every target sets up .venv first, and again when pyproject.toml or constraints.txt has changed.
+#
+# If PYTHON has a torch when .venv is made, .venv looks through to PYTHON's packages and keeps that torch, so that a GPU
+# host without a network needs nothing downloaded. Otherwise .venv gets the versions in constraints.txt. `make clean`
+# before trying another PYTHON.
+
+PYTHON ?= python3
+TRITON ?= 3.9.0
+OLDER_TRITON := 3.6.0
+EXTRAS := test,policy,tools,bench
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet
+STAMP := $(VENV)/installed
+HOST_TORCH := $(VENV)/host-torch.txt
+TRITON36 := .venv-triton$(OLDER_TRITON)
+WITH_TRITON36 := PYTHONPATH=$(CURDIR)/$(TRITON36)
+
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+PYTEST_ARGS ?= -n 2
+
+.DELETE_ON_ERROR:
+.PHONY: demo test test-triton36 lint style types format bench clean setup
+
+demo: $(STAMP)
+	$(PY) examples/demo.py
+
+test: $(STAMP)
+	$(PYTEST) $(PYTEST_ARGS) tests
+
+# The tests that touch Triton, with an older release that GPU hosts still have. It stands in a folder of its own, first on
+# the path: a second environment would cost another copy of torch.
+test-triton36: $(STAMP) $(TRITON36)/installed
+	$(WITH_TRITON36) $(PY) -c 'import triton; print("Triton", triton.__version__); assert triton.__version__ == "$(OLDER_TRITON)"'
+	@$(WITH_TRITON36) $(PYTEST) $(PYTEST_ARGS) -m triton tests || { status=$$?; \
+	    [ $$status -eq 5 ] || exit $$status; echo 'Triton $(OLDER_TRITON): NOTHING RAN, no test is marked triton.'; }
+
+lint: style types
+
+style: $(STAMP)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+types: $(STAMP)
+	$(PY) -m mypy
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+bench: $(STAMP)
+	@for script in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do \
+	    echo "== $$script"; $(PY) $$script $(BENCH_ARGS) || exit; \
+	done
+
+clean:
+	rm -rf $(VENV) $(TRITON36)
+
+setup: $(STAMP)
+
+# PYTHON may itself be a virtual environment, whose packages --system-site-packages would not show; a .pth file does.
+# Its pip and setuptools are used as well: those that venv brings may be too old, or missing from the host.
+$(PY):
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then set -e; \
+	    $(PYTHON) -m venv --without-pip $(VENV); \
+	    site=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	    $(PYTHON) -c 'import sys; print(*filter(None, sys.path), sep="\n")' > "$$site/host.pth"; \
+	    $(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(HOST_TORCH); \
+	    $(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip; \
+	    echo "Keeping the $$(cat $(HOST_TORCH)) of $(PYTHON)."; \
+	else $(PYTHON) -m venv $(VENV); fi
+
+# Requirements that are met are not looked up, so the second install needs a network only for what the host lacks.
+$(STAMP): pyproject.toml constraints.txt | $(PY)
+	@echo 'Setting up $(VENV), which can take some minutes.'
+	@set -e; if [ -f $(HOST_TORCH) ]; then \
+	    $(PIP) --no-build-isolation --no-deps -e .; \
+	    $(PIP) --no-build-isolation --retries 0 -c $(HOST_TORCH) -e '.[$(EXTRAS)]' || \
+	        echo 'Some of the optional packages ($(EXTRAS)) could not be installed; going on with those of the host.'; \
+	else \
+	    $(PIP) -c constraints.txt -e '.[$(EXTRAS)]'; \
+	    $(BRINGS_TRITON) || $(PIP) triton==$(TRITON); \
+	fi
+	@touch $@
+
+BRINGS_TRITON := $(PY) -c 'import importlib.metadata as m; assert any("triton" in r for r in m.requires("torch"))' \
+    2>/dev/null
+
+$(TRITON36)/installed: | $(STAMP)
+	rm -rf $(TRITON36)
+	$(PIP) --no-deps --target $(TRITON36) triton==$(OLDER_TRITON)
+	@touch $@

@@ -1,0 +1,1 @@
+"""Operations and the framework that dispatches them."""

@@ -1,0 +1,170 @@
+"""Per-call dispatch of operations to backends.
+
+For each call of a function decorated with `@dispatch('<operation>')`, the candidates are asked in this order:
+    1. order: the first policy layer that speaks (scope, code, environment), else priority; `default` stands at 100,
+       a `reference` behind it;
+    2. available: package, version, platform, device; decided when a plan is made;
+    3. enabled: no filter and no toggle excludes it;
+    4. able: the declared facts, the arguments its method lacks, and `<fn>_verifier` accept this call;
+    5. willing: `<fn>_prefers` may put it behind the others.
+The first one left runs. If there is none, `NoBackendError` lists every candidate with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fla.ops.backends import describe as _describe
+from fla.ops.backends.backend import BaseBackend, Reason, Verdict
+from fla.ops.backends.checkpoint import checkpoint_contexts
+from fla.ops.backends.decorator import Dispatched, dispatch
+from fla.ops.backends.discovery import Plugin
+from fla.ops.backends.dispatcher import _OPERATION_BACKEND_MODULES, Dispatcher, default_dispatcher
+from fla.ops.backends.errors import (
+    BackendBugError,
+    DispatchError,
+    FrozenError,
+    ManifestMismatchError,
+    NoBackendError,
+    RegistrationError,
+    UnknownNameError,
+)
+from fla.ops.backends.explain import CandidateReport, Decision, explain
+from fla.ops.backends.freeze import Manifest, freeze_dispatch, is_frozen, manifest, require_manifest, thaw_dispatch
+from fla.ops.backends.logs import set_threshold as _set_threshold
+from fla.ops.backends.policy import Policy
+from fla.ops.backends.registry import BackendRegistry, Handle
+from fla.ops.backends.scopes import (
+    allow_backends,
+    deny_backends,
+    policy_context,
+    prefer_backend,
+    strict_mode,
+    use_backend,
+)
+from fla.ops.backends.tensors import check_tensors
+from fla.ops.backends.trace import Record, Trace, counters, last_backend, trace
+from fla.ops.backends.triton import runs_on_triton
+
+
+def set_policy(policy: Policy) -> Policy | None:
+    """Set the policy of the code layer for the whole process; returns the one it replaces."""
+    return default_dispatcher().set_policy(policy)
+
+
+def get_policy() -> Policy | None:
+    """The policy of the code layer, None if none is set."""
+    return default_dispatcher().get_policy()
+
+
+def reset_policy() -> None:
+    """Take the policy of the code layer away."""
+    default_dispatcher().reset_policy()
+
+
+def refresh() -> None:
+    """Look again: packages, devices, policy variables, backends packages that failed to import."""
+    default_dispatcher().refresh()
+
+
+def reset() -> None:
+    """A fresh process, for tests."""
+    default_dispatcher().reset()
+
+
+def plugins() -> tuple[Plugin, ...]:
+    """The plugins that were found, with version and error."""
+    return default_dispatcher().plugins()
+
+
+def validate() -> list[str]:
+    """Problems that need no call: pending names, verifiers without a method, failed plugins and packages."""
+    return default_dispatcher().validate()
+
+
+def describe(operation: str | None = None) -> str:
+    """A table of functions and their candidates, of one operation or of all."""
+    return _describe.describe(default_dispatcher(), operation)
+
+
+def snapshot() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """Every registry with its backends and where each was registered; immutable."""
+    return _describe.snapshot(default_dispatcher())
+
+
+def call_op(name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a dispatched function by name, as in `call_op('kda.chunk_kda', q, k, v, g, beta)`."""
+    return default_dispatcher().entry(name).wrapper(*args, **kwargs)
+
+
+def resolve_op(name: str, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The callable that a call would run, by name; without arguments, the dispatched function itself."""
+    entry = default_dispatcher().entry(name)
+    return entry.resolve(*args, **kwargs) if args or kwargs else entry.wrapper
+
+
+def set_log_level(level: int | str) -> None:
+    """Set the level of the logger `fla`; plans are made anew, so that what is logged at plan time fits."""
+    _set_threshold(level)
+    owner = default_dispatcher()
+    if owner.frozen is None:
+        owner.replan()
+
+
+__all__ = [
+    '_OPERATION_BACKEND_MODULES',
+    'BackendBugError',
+    'BackendRegistry',
+    'BaseBackend',
+    'CandidateReport',
+    'Decision',
+    'DispatchError',
+    'Dispatched',
+    'Dispatcher',
+    'FrozenError',
+    'Handle',
+    'Manifest',
+    'ManifestMismatchError',
+    'NoBackendError',
+    'Plugin',
+    'Policy',
+    'Reason',
+    'Record',
+    'RegistrationError',
+    'Trace',
+    'UnknownNameError',
+    'Verdict',
+    'allow_backends',
+    'call_op',
+    'check_tensors',
+    'checkpoint_contexts',
+    'counters',
+    'default_dispatcher',
+    'deny_backends',
+    'describe',
+    'dispatch',
+    'explain',
+    'freeze_dispatch',
+    'get_policy',
+    'is_frozen',
+    'last_backend',
+    'manifest',
+    'plugins',
+    'policy_context',
+    'prefer_backend',
+    'refresh',
+    'require_manifest',
+    'reset',
+    'reset_policy',
+    'resolve_op',
+    'runs_on_triton',
+    'set_log_level',
+    'set_policy',
+    'snapshot',
+    'strict_mode',
+    'thaw_dispatch',
+    'trace',
+    'use_backend',
+    'validate',
+]

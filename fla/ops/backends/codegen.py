@@ -1,0 +1,519 @@
+"""A plan's source text.
+
+One writer, two readers: `Call` writes the code of a call (straight-line, no loop, no lock, no formatting) and `Explain`
+writes the same tests with every outcome noted. Names that begin with `_d_` are the generator's own; names of
+implementations and verifiers are fresh for each plan, because Dynamo snapshots a namespace within a trace and because a
+thread may still be running an older plan.
+
+What a call looks like, for one backend with a toggle and a verifier, on a machine that has only seen CPU tensors:
+
+    def chunk_kda(q, k, v, ...):
+        if _d_dyn():                                     # a policy scope entered inside the compiled region
+            if _d_virtual.layers: return getattr(_d_box, _d_select(_d_virtual.layers))(q, k, v, ...)
+        elif _d_profiler._is_profiler_enabled: return _d_ranged(q, k, v, ...)
+        _d_x = q
+        if type(q) is not _d_Tensor: ...                 # Parameter, FakeTensor, override, DTensor, no tensor
+        _d_check(q, k, v)
+        if _d_x.is_cpu:
+            _d_r0 = _d_env.get(b'FLA_FLASH_KDA')
+            if _d_r0 is None or _d_r0 == b'1' ...:
+                try: _d_o = _d_v7_0(q, v)[0]
+                except Exception: _d_bug7_0()
+                else:
+                    if _d_o is True: return _d_i7_0(q, k, v, ...)
+                    elif _d_o is not False: _d_bad7_0()
+            elif not (_d_r0 == b'0' ...): _d_cold(); return _d_self(q, k, v, ...)
+            return _d_i7_1(q, k, v, ...)
+        else: _d_need(_d_platform(_d_x)); return _d_self(q, k, v, ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Gate, Plan
+from fla.ops.backends.signature import Signature
+from fla.utils.env import live_key
+
+# How a tensor says which platform it is on; anything else goes through `_d_platform`, which is slower.
+_PLATFORM_TESTS = {
+    'cpu': '_d_x.is_cpu',
+    'cuda': '_d_x.is_cuda',
+    'rocm': '_d_x.is_cuda',
+    'xpu': '_d_x.is_xpu',
+    'meta': '_d_x.is_meta',
+}
+
+
+class Writer:
+    """Lines of source with the current indentation, and what their names are bound to."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.bindings: dict[str, Any] = {}
+        self._depth = 1
+
+    def line(self, text: str) -> None:
+        self.lines.append('    ' * self._depth + text)
+
+    @contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        self.line(head)
+        self._depth += 1
+        before = len(self.lines)
+        yield
+        if len(self.lines) == before:
+            self.line('pass')
+        self._depth -= 1
+
+    def bind(self, name: str, value: Any) -> str:
+        self.bindings[name] = value
+        return name
+
+
+class Actions:
+    """What the entry point offers to generated code, by candidate. Each is called without arguments where Dynamo may meet
+    it: such functions are marked constant and run while tracing."""
+
+    def bug(self, candidate: Candidate, method: str) -> Callable[[], None]:
+        raise NotImplementedError
+
+    def bad_return(self, candidate: Candidate, method: str) -> Callable[[], None]:
+        raise NotImplementedError
+
+    def unmet(self, candidate: Candidate) -> Callable[[], None]:
+        raise NotImplementedError
+
+    def untraceable(self, candidate: Candidate) -> Callable[[], None]:
+        raise NotImplementedError
+
+    def first_use(self, candidate: Candidate, platform: str) -> Callable[[], None] | None:
+        raise NotImplementedError
+
+    def traced(self, candidate: Candidate) -> Callable[[], None]:
+        raise NotImplementedError
+
+    def record(self, candidate: Candidate) -> Callable[..., None]:
+        raise NotImplementedError
+
+    def reason(self, candidate: Candidate) -> Callable[[Any], None] | None:
+        raise NotImplementedError
+
+
+class Generator:
+    """Writes the body of one function for one plan. Subclasses say what happens at each outcome."""
+
+    def __init__(self, signature: Signature, plan: Plan, serial: str) -> None:
+        self.signature, self.plan, self.serial = signature, plan, serial
+        self.w = Writer()
+        self.place, self.platform = 0, ANY
+        self.forward = signature.forward_all()
+
+    # -- outcomes, for subclasses -------------------------------------------------------------------------------------
+
+    def run(self, c: Candidate, tag: str) -> None:
+        raise NotImplementedError
+
+    def reject(self, c: Candidate, tag: str, reason: str, source: str) -> None:
+        raise NotImplementedError
+
+    def off(self, c: Candidate, tag: str) -> None:
+        raise NotImplementedError
+
+    def untraceable(self, c: Candidate, tag: str) -> None:
+        raise NotImplementedError
+
+    def bug(self, c: Candidate, tag: str, method: str) -> None:
+        raise NotImplementedError
+
+    def bad_return(self, c: Candidate, tag: str, method: str) -> None:
+        raise NotImplementedError
+
+    def demote(self, c: Candidate, tag: str) -> None:
+        raise NotImplementedError
+
+    def late(self, c: Candidate, tag: str) -> None:
+        raise NotImplementedError
+
+    def nothing(self) -> None:
+        raise NotImplementedError
+
+    def unmet_wish(self) -> None:
+        raise NotImplementedError
+
+    def again(self, line: str) -> None:
+        self.w.line(line)
+        self.w.line(f'return _d_self({self.forward})')
+
+    stops_at_winner = True
+
+    # -- structure ----------------------------------------------------------------------------------------------------
+
+    def prelude(self) -> None:
+        """What comes before everything else."""
+
+    def body(self, check: str | None) -> None:
+        """The whole function."""
+        self.prelude()
+        self._tensor_class()
+        if check is not None:
+            self.w.line(f'_d_check({check})')
+        self.platforms()
+
+    def platforms(self) -> None:
+        """The chain of the call's platform."""
+        if not self.plan.by_platform:
+            self.chain(self.plan.chains[ANY], ANY)
+            return
+        word = 'if'
+        for place, (platform, chain) in enumerate(self.plan.chains.items()):
+            self.place = place
+            if platform == NO_TENSOR:
+                test = '_d_x is _d_NoTensor'
+            else:
+                test = _PLATFORM_TESTS.get(platform, f'_d_platform(_d_x) == {platform!r}')
+            with self.w.block(f'{word} {test}:'):
+                self.chain(chain, platform)
+            word = 'elif'
+        with self.w.block('else:'):
+            self.again('_d_need(_d_platform(_d_x))')
+
+    def _tensor_class(self) -> None:
+        """The first tensor's type: plain ones go on, overrides are offered the call, DTensors are refused."""
+        tensors = self.signature.tensors
+        if not tensors:
+            if self.plan.by_platform:
+                self.w.line('_d_x = _d_NoTensor')
+            return
+        first = tensors[0]
+        if self.plan.by_platform:
+            self.w.line(f'_d_x = {first}')
+        with self.w.block(f'if type({first}) is not _d_Tensor:'):
+            self.w.line(f'_d_k = _d_classify(type({first}))')
+            with self.w.block('if _d_k != 0:'):
+                self.odd_tensor(first)
+                if self.plan.by_platform:
+                    others = ', '.join(tensors[1:])
+                    self.w.line(f'if _d_k == 3: _d_x = _d_first_tensor(({others}{"," if others else ""}))')
+
+    def odd_tensor(self, first: str) -> None:
+        with self.w.block(f'if _d_k == 1 and _d_has_override(({first},)):'):
+            self.w.line(f'return _d_offer(({first},), {self.forward})')
+        self.w.line(f'if _d_k == 2: _d_refuse({first!r}, type({first}).__name__)')
+
+    def chain(self, chain: tuple[Candidate, ...], platform: str) -> None:
+        self.platform = platform
+        late = [(c, tag) for c, tag in self._tagged(chain) if not c.out and c.demotable]
+        for _, tag in late:
+            self.w.line(f'_d_late{tag} = False')
+        wishes = [c for c in chain if c.wished] if self.plan.policy.prefer else []
+        last_wish = wishes[-1] if wishes and self.plan.policy.strict else None
+        for c, tag in self._tagged(chain):
+            if c.member.backend.kind == 'reference' and late:
+                self._late(late)
+                late = []
+            if not c.out:
+                self._candidate(c, tag)
+                if self.stops_at_winner and c.accepts_always:
+                    return
+            if c is last_wish:
+                self.unmet_wish()
+                if self.stops_at_winner:
+                    return
+        self._late(late)
+        self.nothing()
+
+    def _tagged(self, chain: tuple[Candidate, ...]) -> list[tuple[Candidate, str]]:
+        return [(c, f'{self.serial}_{self.place}_{i}') for i, c in enumerate(chain)]
+
+    def _late(self, late: list[tuple[Candidate, str]]) -> None:
+        for c, tag in late:
+            with self.w.block(f'if _d_late{tag}:'):
+                self.late(c, tag)
+
+    def _candidate(self, c: Candidate, tag: str) -> None:
+        if c.member.untraceable:
+            with self.w.block('if _d_dyn():'):
+                self.untraceable(c, tag)
+            with self.w.block('else:'):
+                self._gate(c, tag)
+        else:
+            self._gate(c, tag)
+
+    def _gate(self, c: Candidate, tag: str) -> None:
+        gate = c.gate
+        if gate is None:
+            self._tests(c, tag)
+        elif gate.ask is not None:
+            self.w.bind(f'_d_on{tag}', gate.ask)
+            with self.w.block(f'if _d_on{tag}():'):
+                self._tests(c, tag)
+            with self.w.block('else:'):
+                self.off(c, tag)
+        else:
+            self._inline_gate(c, tag, gate)
+
+    def _inline_gate(self, c: Candidate, tag: str, gate: Gate) -> None:
+        raws = [f'_d_r{i}' for i in range(len(gate.variables))]
+        for raw, name in zip(raws, gate.variables, strict=True):
+            self.w.line(f'{raw} = _d_env.get({live_key(name)!r})')
+        groups = [(gate.on, self._tests), (gate.off, self.off)]
+        word = 'if'
+        for group, write in groups if gate.is_on else reversed(groups):
+            if not group:
+                continue
+            with self.w.block(f'{word} {_any_of(raws, group)}:'):
+                write(c, tag)
+            word = 'elif'
+        with self.w.block('else:'):
+            self.again('_d_cold()')
+
+    def _tests(self, c: Candidate, tag: str) -> None:
+        word = 'if'
+        for test in c.tests:
+            for name, value in test.bindings.items():
+                self.w.bind(name, value)
+            with self.w.block(f'{word} {test.rejects}:'):
+                self.reject(c, tag, test.reason_source, 'declared')
+            word = 'elif'
+        if c.tests:
+            with self.w.block('else:'):
+                self._verify(c, tag)
+        else:
+            self._verify(c, tag)
+
+    def _verify(self, c: Candidate, tag: str) -> None:
+        member = c.member
+        if member.verifier is None or member.verifier_call is None:
+            self._prefer(c, tag)
+            return
+        name = self.w.bind(f'_d_v{tag}', member.verifier)
+        self._ask(c, tag, f'{name}({member.verifier_call.arguments})', 'verifier', self._prefer, self._verifier_rejects)
+
+    def _verifier_rejects(self, c: Candidate, tag: str) -> None:
+        self.reject(c, tag, '_d_y[1] if len(_d_y) == 2 else None', 'verifier')
+
+    def _prefer(self, c: Candidate, tag: str) -> None:
+        member = c.member
+        if not c.demotable or member.prefers_call is None:
+            self.run(c, tag)
+            return
+        name = self.w.bind(f'_d_p{tag}', member.prefers)
+        self._ask(c, tag, f'{name}({member.prefers_call.arguments})', 'prefers', self.run, self.demote)
+
+    def _ask(
+        self,
+        c: Candidate,
+        tag: str,
+        call: str,
+        method: str,
+        yes: Callable[[Candidate, str], None],
+        no: Callable[[Candidate, str], None],
+    ) -> None:
+        with self.w.block('try:'):
+            self.w.line(f'_d_y = {call}')
+            self.w.line('_d_o = _d_y[0]')
+        with self.w.block('except Exception as _d_error:' if self.plan.policy.strict else 'except Exception:'):
+            self.bug(c, tag, method)
+        with self.w.block('else:'):
+            with self.w.block('if _d_o is True:'):
+                yes(c, tag)
+            with self.w.block('elif _d_o is False:'):
+                no(c, tag)
+            with self.w.block('else:'):
+                self.bad_return(c, tag, method)
+
+
+def _any_of(raws: list[str], group: tuple[tuple[Any, ...], ...]) -> str:
+    def one(values: tuple[Any, ...]) -> str:
+        tests = [
+            f'{raw} is None' if value is None else f'{raw} == {value!r}' for raw, value in zip(raws, values, strict=True)
+        ]
+        return ' and '.join(tests) if len(tests) < 2 else f'({" and ".join(tests)})'
+
+    return ' or '.join(one(values) for values in group)
+
+
+class Call(Generator):
+    """The code of a call. With `ranges`, every implementation runs inside a profiler range."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        plan: Plan,
+        serial: str,
+        actions: Actions,
+        label: str,
+        *,
+        ranges: bool = False,
+        virtual: bool = True,
+    ) -> None:
+        super().__init__(signature, plan, serial)
+        self.actions, self.label, self.ranges, self.virtual = actions, label, ranges, virtual
+
+    def prelude(self) -> None:
+        if self.ranges:
+            return
+        with self.w.block('if _d_dyn():'):
+            if self.virtual:
+                self.w.line(f'if _d_virtual.layers: return getattr(_d_box, _d_select(_d_virtual.layers))({self.forward})')
+        self.w.line(f'elif _d_profiler._is_profiler_enabled: return _d_ranged{self.serial}({self.forward})')
+
+    def _without_arguments(self, name: str, action: Callable[[], None]) -> None:
+        self.w.line(f'{self.w.bind(name, action)}()')
+
+    def run(self, c: Candidate, tag: str) -> None:
+        first_use = self.actions.first_use(c, self.platform)
+        if first_use is not None:
+            self._without_arguments(f'_d_use{tag}', first_use)
+        if self.plan.policy.tracing:
+            with self.w.block('if _d_dyn():'):
+                self._without_arguments(f'_d_traced{tag}', self.actions.traced(c))
+            with self.w.block('else:'):
+                record = self.w.bind(f'_d_record{tag}', self.actions.record(c))
+                named = [f'{n}={n}' for n in self.signature.names]
+                self.w.line(f'{record}(dict({", ".join(named)}))')
+        name = self.w.bind(f'_d_i{tag}', c.member.implementation)
+        assert c.member.call is not None
+        call = f'return {name}({c.member.call.arguments})'
+        if self.ranges:
+            with self.w.block(f'with _d_range({f"{self.label}[{c.member.name}]"!r}):'):
+                self.w.line(call)
+        else:
+            self.w.line(call)
+
+    def reject(self, c: Candidate, tag: str, reason: str, source: str) -> None:
+        show = self.actions.reason(c)
+        if show is not None:
+            self.w.line(f'if not _d_dyn(): {self.w.bind(f"_d_why{tag}", show)}({reason})')
+        self._passed_over(c, tag)
+
+    def _passed_over(self, c: Candidate, tag: str) -> None:
+        if self.plan.policy.require_first:
+            self.nothing()
+        elif c.wished:
+            self._without_arguments(f'_d_unmet{tag}', self.actions.unmet(c))
+
+    def off(self, c: Candidate, tag: str) -> None:
+        if c.wished:
+            self._without_arguments(f'_d_unmet{tag}', self.actions.unmet(c))
+
+    def untraceable(self, c: Candidate, tag: str) -> None:
+        self._without_arguments(f'_d_untraceable{tag}', self.actions.untraceable(c))
+        self._passed_over(c, tag)
+
+    def bug(self, c: Candidate, tag: str, method: str) -> None:
+        if self.plan.policy.strict:
+            self.w.line(f'raise _d_Bug({_bug_text(c, self.label, method)!r}) from _d_error')
+            return
+        self._without_arguments(f'_d_bug{tag}_{method}', self.actions.bug(c, method))
+        self._passed_over(c, tag)
+
+    def bad_return(self, c: Candidate, tag: str, method: str) -> None:
+        if self.plan.policy.strict:
+            self.w.line(f'raise _d_Bug({_bad_text(c, self.label, method)!r})')
+            return
+        self._without_arguments(f'_d_bad{tag}_{method}', self.actions.bad_return(c, method))
+        self._passed_over(c, tag)
+
+    def demote(self, c: Candidate, tag: str) -> None:
+        self.w.line(f'_d_late{tag} = True')
+        if self.plan.policy.require_first:
+            self.nothing()
+
+    def late(self, c: Candidate, tag: str) -> None:
+        self.run(c, tag)
+
+    def nothing(self) -> None:
+        message = (
+            f'{self.label}: no backend accepts this call; run it outside torch.compile, or explain() it, for the reasons'
+        )
+        self.w.line(f'if _d_dyn(): raise _d_NoBackend({message!r})')
+        self.w.line(f'return _d_none({self.forward})')
+
+    def unmet_wish(self) -> None:
+        self.nothing()
+
+
+class Explain(Generator):
+    """The code of `explain`: the tests of a call, each outcome noted in the collector `_d_c`, and no kernel run."""
+
+    stops_at_winner = False
+    only = ANY
+
+    def platforms(self) -> None:
+        self.chain(self.plan.chains[self.only], self.only)
+
+    def again(self, line: str) -> None:
+        self.w.line('_d_c.stale()')
+
+    def odd_tensor(self, first: str) -> None:
+        self.w.line(f'if _d_k == 1 and _d_has_override(({first},)): _d_c.offered(type({first}))')
+        self.w.line(f'if _d_k == 2: _d_refuse({first!r}, type({first}).__name__)')
+
+    def _place(self, tag: str) -> str:
+        return tag.rsplit('_', 1)[1]
+
+    def chain(self, chain: tuple[Candidate, ...], platform: str) -> None:
+        self.w.line(f'_d_c.begin({platform!r})')
+        super().chain(chain, platform)
+
+    def run(self, c: Candidate, tag: str) -> None:
+        self.w.line(f'_d_c.accept({self._place(tag)})')
+
+    def reject(self, c: Candidate, tag: str, reason: str, source: str) -> None:
+        self.w.line(f'_d_c.reject({self._place(tag)}, {reason}, {source!r})')
+        self._passed_over()
+
+    def off(self, c: Candidate, tag: str) -> None:
+        self.w.line(f'_d_c.off({self._place(tag)})')
+
+    def untraceable(self, c: Candidate, tag: str) -> None:
+        self.w.line('pass')
+
+    def bug(self, c: Candidate, tag: str, method: str) -> None:
+        self._broken(tag, _bug_text(c, '', method), 'True')
+
+    def bad_return(self, c: Candidate, tag: str, method: str) -> None:
+        self._broken(tag, _bad_text(c, '', method), 'False')
+
+    def _broken(self, tag: str, text: str, raised: str) -> None:
+        self.w.line(f'_d_c.bug({self._place(tag)}, {text!r}, {raised})')
+        if self.plan.policy.strict:
+            self.w.line(f'_d_c.stop({text!r})')
+        else:
+            self._passed_over()
+
+    def _passed_over(self) -> None:
+        if self.plan.policy.require_first:
+            self.w.line("_d_c.stop('the first available and enabled candidate does not accept the call (require_first)')")
+
+    def demote(self, c: Candidate, tag: str) -> None:
+        self.w.line(f'_d_late{tag} = True')
+        self.w.line(f'_d_c.demote({self._place(tag)}, _d_y[1] if len(_d_y) == 2 else None)')
+        self._passed_over()
+
+    def late(self, c: Candidate, tag: str) -> None:
+        self.w.line(f'_d_c.late({self._place(tag)})')
+
+    def nothing(self) -> None:
+        self.w.line("_d_c.stop('no candidate accepts the call')")
+
+    def unmet_wish(self) -> None:
+        self.w.line("_d_c.stop('no preferred backend accepts the call (strict)')")
+
+
+def _bug_text(c: Candidate, label: str, method: str) -> str:
+    return f'{label}{": " if label else ""}{method} of backend {c.member.name!r} raised'
+
+
+def _bad_text(c: Candidate, label: str, method: str) -> str:
+    return f'{label}{": " if label else ""}{method} of backend {c.member.name!r} must return (True, None) or (False, reason)'
+
+
+def source_of(generator: Generator, name: str, check: str | None, first: str = '') -> str:
+    """The whole function's source."""
+    generator.body(check)
+    return '\n'.join([generator.signature.header(name, first), *generator.w.lines]) + '\n'

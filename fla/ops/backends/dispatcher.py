@@ -1,0 +1,468 @@
+"""One namespace of operations: its registries, its functions, its policy.
+
+`fla` has one; a package outside fla makes its own: `Dispatcher(namespace='mylib.ops', env_prefix='MYLIB')`.
+
+What a call runs is the code its entry point holds; this object only decides when that code is replaced. Every change
+(a registration, an attribute of a backend, a policy) is *pushed*: the entry points concerned get the code that is kept for
+the new state, or go cold and plan again on their next call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fla.ops.backends import logs
+from fla.ops.backends.availability import Availability
+from fla.ops.backends.backend import KINDS, BaseBackend, on_change
+from fla.ops.backends.discovery import Discovery, Plugin, install_fork_hook
+from fla.ops.backends.environment import Environment
+from fla.ops.backends.errors import FrozenError, RegistrationError, UnknownNameError, unknown_name
+from fla.ops.backends.locking import lock
+from fla.ops.backends.policy import Layer, Policy, State
+from fla.ops.backends.registry import BackendRegistry, Listener
+from fla.ops.backends.signature import Signature, location
+from fla.ops.backends.toggles import Toggles
+from fla.utils import devices
+from fla.utils.env import nearest
+
+if TYPE_CHECKING:
+    from fla.ops.backends.entry import Entry
+    from fla.ops.backends.trace import Trace
+
+# Operations whose backends live elsewhere than in `fla.ops.<operation>.backends`.
+_OPERATION_BACKEND_MODULES = {'modules': 'fla.modules.backends'}
+
+_dispatchers: list[Dispatcher] = []
+
+
+class Virtual:
+    """Policy scopes entered inside a region that Dynamo is tracing. A plain object: Dynamo tracks its attribute through the
+    trace, and takes the change back by itself when it restarts or gives up. Outside a trace it is always empty."""
+
+    layers: tuple[tuple[Any, ...], ...] = ()
+
+
+class Dispatcher:
+    """A namespace of dispatched operations.
+
+    Args:
+        namespace: package that holds the operations; backends of operation `x` are in `<namespace>.x.backends`.
+        env_prefix: prefix of its environment variables.
+        modules: operation → module that registers its backends, for those that live elsewhere.
+        entry_points: group of its plugins. Default: `<top-level package>.backends`.
+        retired_env: old name → new name of environment variables.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        env_prefix: str,
+        *,
+        modules: Mapping[str, str] | None = None,
+        entry_points: str | None = None,
+        retired_env: Mapping[str, str] | None = None,
+    ) -> None:
+        if not all(part.isidentifier() for part in namespace.split('.')):
+            raise ValueError(f'namespace must be a dotted package name, got {namespace!r}')
+        if not env_prefix.isidentifier() or env_prefix != env_prefix.upper():
+            raise ValueError(f"env_prefix must be an upper-case name such as 'MYLIB', got {env_prefix!r}")
+        self.namespace, self.env_prefix = namespace, env_prefix
+        self.registries: dict[str, BackendRegistry] = {}
+        self.listeners: tuple[Listener, ...] = ()
+        self.availability = Availability()
+        self.toggles = Toggles()
+        self.environment = Environment(env_prefix, retired_env or {})
+        self.discovery = Discovery(self, dict(modules or {}), entry_points or f'{namespace.split(".")[0]}.backends')
+        self.virtual = Virtual()
+        self.baseline = bool(self.environment.boolean('DISABLE_BACKEND_DISPATCH'))
+        self.traces: tuple[Trace, ...] = ()
+        self.frozen: dict[str, Any] | None = None
+        self.generation = 0
+        self.scopes: tuple[tuple[int, Layer, State | None], ...] = ()
+        self._code: Layer | None = None
+        self._env_layers: tuple[Layer, ...] | None = None
+        self._env_checked = False
+        self._state = State()
+        self._functions: dict[str, Entry] = {}
+        self._entries: weakref.WeakSet[Entry] = weakref.WeakSet()
+        self.device_facts: Callable[[str], Any] = devices.devices_of
+        install_fork_hook(self.discovery)
+        _dispatchers.append(self)
+
+    def __repr__(self) -> str:
+        return f'<Dispatcher {self.namespace}>'
+
+    # -- functions ----------------------------------------------------------------------------------------------------
+
+    def add(self, entry: Entry, *, public: bool) -> None:
+        """Make an entry point known."""
+        with lock:
+            self._entries.add(entry)
+            if public:
+                known = self._functions.get(entry.key)
+                if known is not None and known.place.rpartition(':')[0] != entry.place.rpartition(':')[0]:
+                    logs.logger.warning(
+                        'function %s is dispatched at %s and again at %s; by name, the newest is meant',
+                        entry.key,
+                        known.place,
+                        entry.place,
+                    )
+                self._functions[entry.key] = entry
+
+    def entries(self) -> list[Entry]:
+        """Every entry point, bound ones included."""
+        with lock:
+            return list(self._entries)
+
+    def functions(self, operation: str | None = None) -> dict[str, Entry]:
+        """Public functions by 'operation.function'."""
+        found = dict(self._functions)
+        return {k: e for k, e in found.items() if operation is None or e.operation == operation}
+
+    def entry(self, name: str) -> Entry:
+        """The function called 'operation.function', imported if need be.
+
+        Raises:
+            UnknownNameError: with the nearest match.
+        """
+        if name not in self._functions:
+            operation, _, function = name.rpartition('.')
+            if not operation or not self.discovery.exists(operation):
+                raise unknown_name('operation', operation or name, self.discovery.operations())
+            self._import_operation(operation)
+            if name not in self._functions:
+                raise unknown_name(
+                    'function',
+                    function,
+                    [e.name for e in self.functions(operation).values()],
+                    f' of operation {operation!r}',
+                )
+        return self._functions[name]
+
+    def _import_operation(self, operation: str) -> None:
+        import importlib
+
+        package = self.discovery.module_of(operation).removesuffix('.backends')
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f'{package}.'.startswith(f'{error.name}.'):
+                raise
+
+    # -- registries ---------------------------------------------------------------------------------------------------
+
+    def registry(self, operation: str) -> BackendRegistry:
+        """The registry of an operation, made if it does not exist."""
+        return BackendRegistry(operation, self)
+
+    def who_registers(self) -> str:
+        return self.discovery.who_registers()
+
+    def check_registration(self, registry: BackendRegistry, backend: BaseBackend, origin: str) -> None:
+        """Compare a backend's methods with the public functions known so far; later functions compare themselves.
+
+        Raises:
+            RegistrationError: under strict mode.
+        """
+        operation = None if registry.operation == '*' else registry.operation
+        for entry in self.functions(operation).values():
+            self.check_methods(entry.signature, entry.name, entry.place, backend)
+
+    def check_methods(self, signature: Signature, function: str, place: str, backend: BaseBackend) -> None:
+        """Warn of what in a backend's methods for one function disagrees with the public function, or raise if strict."""
+        for name in (function, f'{function}_verifier', f'{function}_prefers'):
+            method = getattr(backend, name, None)
+            if not callable(method):
+                continue
+            for problem in signature.drift(method):
+                text = f'{type(backend).__qualname__}.{name} ({location(method)}) and {function} ({place}): {problem}'
+                if self.is_strict():
+                    raise RegistrationError(text)
+                logs.warn_once(('drift', text), '%s', text)
+
+    def add_listener(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener(event, registry, registration)` after every change of any registry; returns what ends it."""
+        with lock:
+            self.listeners = (*self.listeners, listener)
+
+        def end() -> None:
+            with lock:
+                self.listeners = tuple(known for known in self.listeners if known is not listener)
+
+        return end
+
+    def registry_changed(self, registry: BackendRegistry) -> None:
+        """Called under the lock."""
+        self.generation += 1
+        self._go_cold(None if registry.operation == '*' else registry.operation)
+
+    def operation_loaded(self, operation: str) -> None:
+        """Called under the lock when all backends of an operation are known."""
+        self.generation += 1
+
+    def _go_cold(self, operation: str | None) -> None:
+        for entry in self.entries():
+            if operation is None or entry.operation == operation:
+                entry.forget_plans()
+
+    def backend_changed(self, owner: Any, name: str) -> None:
+        """An attribute of a backend class or instance was set: whatever it serves plans again."""
+        if isinstance(owner, type):
+            concerned = any(isinstance(backend, owner) for backend in self._backends())
+        else:
+            concerned = any(backend is owner for backend in self._backends())
+        if concerned:
+            self.availability.forget(owner)
+            with lock:
+                self.generation += 1
+                self._go_cold(None)
+
+    def _backends(self) -> Iterator[BaseBackend]:
+        for registry in list(self.registries.values()):
+            for entry in registry._entries:
+                if entry.backend is not None:
+                    yield entry.backend
+
+    def plugins(self) -> tuple[Plugin, ...]:
+        """What was found by entry points and the plugin variable, loading it if that has not happened yet."""
+        self.discovery._load_plugins()
+        return self.discovery.plugins
+
+    # -- policy -------------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """The state in force. The environment is read on the first call."""
+        if self._env_layers is None:
+            self._read_environment()
+        return self._state
+
+    def is_strict(self) -> bool:
+        """Whether bugs raise, outside any particular function."""
+        layers = self.state().layers
+        return next((bool(x.policy.strict) for x in layers if x.policy.strict is not None and x.policy.op is None), False)
+
+    def _read_environment(self) -> None:
+        layers = self.environment.layers()
+        with lock:
+            self._env_layers, self._env_checked = layers, False
+        if self.environment.tracing:
+            from fla.ops.backends.trace import start_environment_trace
+
+            start_environment_trace(self)
+        self.push()
+
+    def _compose(self) -> State:
+        layers = [layer for _, layer, _ in reversed(self.scopes)]
+        if self._code is not None:
+            layers.append(self._code)
+        layers += self._env_layers or ()
+        env = tuple(sorted(self.frozen['env'].items())) if self.frozen else None
+        pinned = next((state for _, _, state in reversed(self.scopes) if state is not None), None)
+        if pinned is not None:
+            return State(pinned.layers, bool(self.traces), pinned.env)
+        return State(tuple(layers), bool(self.traces), env)
+
+    def push(self) -> None:
+        """Give every entry point the code for the state that is now in force."""
+        with lock:
+            self._state = self._compose()
+            for entry in self._entries:
+                entry.install(self._state)
+
+    def push_scope(self, token: int, layer: Layer, pinned: State | None = None) -> None:
+        """Enter a scope."""
+        self.state()
+        with lock:
+            self.scopes = (*self.scopes, (token, layer, pinned))
+            self.push()
+
+    def pop_scope(self, token: int) -> None:
+        """Leave a scope, whichever others were entered since."""
+        with lock:
+            self.scopes = tuple(scope for scope in self.scopes if scope[0] != token)
+            self.push()
+
+    def set_policy(self, policy: Policy) -> Policy | None:
+        """Set the policy of the code layer, for the whole process; returns the one it replaces.
+
+        Raises:
+            UnknownNameError: for an operation or backend that nobody knows.
+            FrozenError: while dispatch is frozen.
+        """
+        if not isinstance(policy, Policy):
+            raise TypeError(f'set_policy() takes a Policy, got {policy!r}')
+        self.refuse_if_frozen('set a policy')
+        self.check_policy(policy)
+        self.state()
+        with lock:
+            old, self._code = self._code, Layer(policy, 'set_policy()')
+            self.push()
+        return old.policy if old else None
+
+    def get_policy(self) -> Policy | None:
+        """The policy of the code layer, None if none is set."""
+        return self._code.policy if self._code else None
+
+    def reset_policy(self) -> None:
+        """Take the policy of the code layer away."""
+        self.refuse_if_frozen('reset the policy')
+        with lock:
+            self._code = None
+            self.push()
+
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers in force, highest first, with their sources."""
+        return self.state().layers
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def check_policy(self, policy: Policy) -> None:
+        """Raise UnknownNameError for operations, functions and backends that nobody knows."""
+        for name in (*([policy.op] if policy.op else []), *(name for name, _ in policy.order)):
+            self.check_operation(name)
+        if policy.op:
+            self.check_tokens(policy.tokens(), policy.op)
+        else:
+            listed = {name for name, _ in policy.order}
+            for name, tokens in policy.order:
+                self.check_tokens(tokens, name)
+            self.check_tokens(tuple(t for t in policy.tokens() if not any(t in dict(policy.order)[n] for n in listed)), None)
+
+    def check_operation(self, name: str) -> None:
+        """`name` must be an operation, or one of its functions."""
+        if self.discovery.exists(name):
+            return
+        self.entry(name)
+
+    def check_tokens(self, tokens: tuple[str, ...], name: str | None) -> None:
+        """Every token must name a kind, or a backend of the operation (or of any, where `name` is None)."""
+        unknown = self.unknown_tokens(tokens, name)
+        if unknown:
+            where = f' of operation {name!r}' if name else ''
+            raise unknown_name('backend', unknown[0], self._words(name), where)
+
+    def unknown_tokens(self, tokens: tuple[str, ...], name: str | None) -> list[str]:
+        """The tokens that name nothing. Loads the operation; where `name` is None, every operation, but only
+        for a token that no loaded one knows."""
+        if name is not None:
+            operation = name if self.discovery.exists(name) else name.rpartition('.')[0]
+            self.discovery.load(operation)
+            return [token for token in tokens if token not in self._words(operation)]
+        missing = [token for token in tokens if token not in self._words(None)]
+        if missing:
+            self.discovery.load_all()
+            missing = [token for token in missing if token not in self._words(None)]
+        return missing
+
+    def _words(self, operation: str | None) -> set[str]:
+        words = {*KINDS, 'triton'}
+        for name, registry in list(self.registries.items()):
+            if operation is not None and name not in (operation, '*'):
+                continue
+            for backend in registry:
+                words |= {backend.backend_type.casefold(), f'impl:{backend.impl_id.casefold()}', 'impl:default.default'}
+                if backend.vendor:
+                    words.add(f'vendor:{backend.vendor.casefold()}')
+            words |= {entry.name.rpartition(':')[2].casefold() for entry in registry.registrations() if entry.error}
+        return words
+
+    def check_environment_once(self) -> None:
+        """`check_environment`, the first time since the environment was read."""
+        if not self._env_checked and not self.discovery.is_loading():
+            self._env_checked = True
+            self.check_environment()
+
+    def check_environment(self) -> None:
+        """Warn of names in the environment that nobody knows. Run after the first plan, when plugins are loaded."""
+        for layer in self._env_layers or ():
+            for name, tokens in layer.policy.order:
+                try:
+                    self.check_operation(name)
+                    unknown = self.unknown_tokens(tokens, name)
+                except UnknownNameError as error:
+                    self._environment_problem(layer.source, str(error))
+                    continue
+                for token in unknown:
+                    self._environment_problem(layer.source, f'unknown backend {token!r} for {name!r}', self._words(name))
+            if not layer.policy.order:
+                for token in self.unknown_tokens(layer.policy.tokens(), None):
+                    self._environment_problem(layer.source, f'unknown backend {token!r}', self._words(None), token)
+        toggles = {name for backend in self._backends() for name in self.toggles.variables(backend)}
+        self.environment.warn_unknown(toggles, self.discovery.variables_in_sources)
+
+    def _environment_problem(self, source: str, problem: str, words: set[str] | None = None, token: str = '') -> None:
+        text = f'{source}: {problem}{nearest(token, words) if words and token else ""}'
+        if self.is_strict():
+            raise UnknownNameError(text)
+        logs.warn_once(('environment', text), '%s', text)
+
+    # -- whole-process verbs ------------------------------------------------------------------------------------------
+
+    def refuse_if_frozen(self, what: str) -> None:
+        """Raise FrozenError while frozen, except for what a lazy load does."""
+        if self.frozen is not None and not self.discovery.is_loading():
+            raise FrozenError(f'cannot {what} while dispatch is frozen; call thaw_dispatch() first')
+
+    def refresh(self) -> None:
+        """Look again: package availability, devices, policy variables, plans, packages that failed to import."""
+        self.refuse_if_frozen('refresh')
+        self.availability.forget()
+        self.discovery.retry()
+        with lock:
+            self._env_layers = None
+            self.generation += 1
+            self._go_cold(None)
+            self.push()
+
+    def replan(self) -> None:
+        """Every function plans again on its next call."""
+        with lock:
+            self.generation += 1
+            self._go_cold(None)
+
+    def reset(self) -> None:
+        """A fresh process, for tests: no scopes, no policy, no traces, not frozen; only what the operations' own packages
+        registered is registered; plugins and environment are read again on the next call."""
+        for running in self.traces:
+            running.stop()
+        with lock:
+            self.frozen = None
+            self.scopes, self._code, self._env_layers = (), None, None
+            self.traces, self.listeners = (), ()
+            self.virtual.layers = ()
+            self.device_facts = devices.devices_of
+            for registry in self.registries.values():
+                registry._reset()
+            self.availability.forget()
+            self.toggles.forget()
+            self.discovery.forget()
+            logs.forget()
+            self.generation += 1
+            for entry in self.entries():
+                entry.forget_plans()
+                entry.platforms = ()
+            self._state = self._compose()
+
+    def validate(self) -> list[str]:
+        """Problems that need no call: methods of functions nobody knows (pending), verifiers without a method, plugins and
+        packages that failed. Loads every operation."""
+        from fla.ops.backends.describe import problems
+
+        return problems(self)
+
+
+def _on_change(owner: Any, name: str) -> None:
+    for dispatcher in _dispatchers:
+        dispatcher.backend_changed(owner, name)
+
+
+on_change(_on_change)
+
+_default = Dispatcher('fla.ops', 'FLA', modules=_OPERATION_BACKEND_MODULES)
+
+
+def default_dispatcher() -> Dispatcher:
+    """The namespace `fla.ops`."""
+    return _default

@@ -1,0 +1,538 @@
+"""The decorator, and the entry point it makes.
+
+The public function is one function object for life. What changes is its code:
+    cold: `_d_cold(); return _d_self(...)`; the first call, also inside a trace, loads the backends and plans;
+    hot: the plan as straight-line code (see `codegen`), swapped in with one store to `__code__`.
+Dynamo guards the code of a function it inlines, so every re-plan is seen by compiled callers. Code that a policy has been
+given once is kept, so that coming back to that policy costs a compiled caller nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import linecache
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad
+import torch.autograd.profiler
+
+from fla.ops.backends import logs, tensors
+from fla.ops.backends.backend import BaseBackend, format_reason
+from fla.ops.backends.codegen import Call, source_of
+from fla.ops.backends.dispatcher import Dispatcher
+from fla.ops.backends.errors import BackendBugError, NoBackendError
+from fla.ops.backends.locking import lock
+from fla.ops.backends.notes import Notes, while_tracing
+from fla.ops.backends.plan import Facts, Member, Plan, build
+from fla.ops.backends.policy import Effective, Layer, Policy, State, effective, matches, overruled
+from fla.ops.backends.registry import Registration
+from fla.ops.backends.signature import Signature, location
+from fla.ops.backends.untraceable import findings
+from fla.utils.env import LIVE
+
+_serials = itertools.count()
+
+# Plans kept per function, and states remembered to lead to one of them. Compiled callers are only as good as the plans
+# that are kept, so this is generous; a plan is a few kilobytes.
+_PLANS_KEPT = 64
+_STATES_KEPT = 1024
+
+
+@dataclass(eq=False)
+class Kept:
+    """A plan with its code."""
+
+    plan: Plan
+    code: CodeType
+    source: str
+
+
+class Box:
+    """Functions for the policies that are entered inside a trace, by attribute: Dynamo reads an object's attributes when it
+    gets there, while it would snapshot a dictionary."""
+
+
+class _Unknown(BaseBackend):
+    """Stands for a backend registered by a path that cannot be imported."""
+
+    backend_type = 'unknown'
+
+
+@dataclass(eq=False)
+class Entry:
+    """A dispatched function: what it is, its plans, and the function object that users hold.
+
+    Attributes:
+        operation, name: its operation and its own name; together the `key` 'operation.name'.
+        function: the default implementation.
+        default: the default as a backend.
+        check: raises for bad calls, before any candidate is asked.
+        mutates: parameters the operation changes in place.
+        own: the policy of a bound function, above every other.
+        platforms: platforms that calls have been seen on.
+    """
+
+    dispatcher: Dispatcher
+    operation: str
+    name: str
+    function: Callable[..., Any]
+    signature: Signature
+    default: BaseBackend
+    default_verifier: Callable[..., Any] | None
+    check: Callable[..., Any] | None
+    mutates: tuple[str, ...] = ()
+    own: Layer | None = None
+    platforms: tuple[str, ...] = ()
+    wrapper: FunctionType = field(init=False)
+    _plans: dict[State, Kept] = field(default_factory=dict, init=False)
+    _by_policy: dict[Effective, Kept] = field(default_factory=dict, init=False)
+    _members: tuple[int, tuple[Member, ...]] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.key = f'{self.operation}.{self.name}'
+        self.place = location(self.function)
+        self.label = f'{self.dispatcher.namespace.split(".")[0]}::{self.name}'
+        self._check_call = self._check_arguments()
+        self._box = Box()
+        self._boxed: dict[str, Kept] = {}
+        self._namespace = self._make_namespace()
+        self.wrapper = self._make_wrapper()
+        self._cold = self.wrapper.__code__
+        self._namespace['_d_self'] = self.wrapper
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    # -- the function object ------------------------------------------------------------------------------------------
+
+    def _make_namespace(self) -> dict[str, Any]:
+        """Globals of the generated code. Without `__name__`: Dynamo would look its globals up in the module of that name."""
+        return {
+            '_d_Bug': BackendBugError,
+            '_d_NoBackend': NoBackendError,
+            '_d_NoTensor': tensors.NO_TENSOR_ARGUMENT,
+            '_d_Tensor': torch.Tensor,
+            '_d_any_grad': tensors.any_requires_grad,
+            '_d_box': self._box,
+            '_d_check': self.check,
+            '_d_classify': tensors.classify,
+            '_d_cold': while_tracing(self._plan_again),
+            '_d_complete': while_tracing(self._complete),
+            '_d_dyn': torch.compiler.is_dynamo_compiling,
+            '_d_env': LIVE,
+            '_d_first_tensor': tensors.first_tensor,
+            '_d_forward_ad': torch.autograd.forward_ad,
+            '_d_grad_enabled': torch.is_grad_enabled,
+            '_d_has_override': torch.overrides.has_torch_function,
+            '_d_need': while_tracing(self._need_platform),
+            '_d_none': self._raise_no_backend,
+            '_d_offer': self._offer,
+            '_d_platform': tensors.platform_of,
+            '_d_profiler': torch.autograd.profiler,
+            '_d_range': torch.autograd.profiler.record_function,
+            '_d_refuse': tensors.refuse,
+            '_d_same': tensors.same,
+            '_d_select': while_tracing(self._select),
+            '_d_virtual': self.dispatcher.virtual,
+        }
+
+    def _make_wrapper(self) -> FunctionType:
+        forward = self.signature.forward_all()
+        source = f'{self.signature.header(self.name)}\n    _d_cold()\n    return _d_self({forward})\n'
+        wrapper = self._compile(source, 'cold')
+        function = self.function
+        wrapper.__defaults__, wrapper.__kwdefaults__ = self.signature.defaults()
+        wrapper.__module__ = function.__module__
+        wrapper.__qualname__ = getattr(function, '__qualname__', self.name)
+        wrapper.__doc__ = function.__doc__
+        wrapper.__annotations__ = dict(getattr(function, '__annotations__', {}))
+        # What functools.wraps would copy, without Dynamo's marks: with them, torch < 2.11 unwraps past the dispatcher.
+        wrapper.__dict__.update({k: v for k, v in vars(function).items() if not k.startswith('_torchdynamo')})
+        wrapper.__wrapped__ = function  # type: ignore[attr-defined]
+        attach(wrapper, self)
+        return wrapper
+
+    def _compile(self, source: str, what: str) -> FunctionType:
+        """Source to a function in the namespace. Its lines are in linecache, so that tracebacks and Dynamo show them."""
+        filename = f'<fla dispatch {self.key} {what}>'
+        code = compile(source, filename, 'exec')
+        made: dict[str, Any] = {}
+        exec(code, self._namespace, made)
+        function: FunctionType = made[self.name]
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        weakref.finalize(function.__code__, linecache.cache.pop, filename, None)
+        return function
+
+    def _check_arguments(self) -> str | None:
+        """How `check` is called. It may also name `check_values`, which is True under FLA_CHECK_VALUES."""
+        if self.check is None:
+            return None
+        extra = {'check_values'} - set(self.signature.names)
+        call = self.signature.call(self.check)
+        bad = [name for name in call.unfillable if name not in extra]
+        if bad or (unknown := [name for name in call.unknown if name not in extra]):
+            names = ', '.join(map(repr, bad or unknown))
+            raise TypeError(
+                f'check {location(self.check)} names {names}, which {self.name} ({self.place}) does not have; '
+                f'it may name {", ".join(self.signature.names)}, check_values'
+            )
+        return call.arguments
+
+    def _check_source(self, policy: Effective) -> str | None:
+        if self._check_call is None or self.check is None:
+            return None
+        if 'check_values' in self.signature.names or 'check_values' not in inspect.signature(self.check).parameters:
+            return self._check_call
+        return f'{self._check_call}{", " if self._check_call else ""}check_values={policy.check_values}'
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """The state this function is planned for."""
+        state = self.dispatcher.state()
+        return state.above(self.own) if self.own is not None else state
+
+    def policy(self, state: State) -> Effective:
+        """The policy in force for this function under a state."""
+        return effective(state, self.operation, self.name, self._serves)
+
+    def _serves(self, tokens: tuple[str, ...]) -> bool:
+        return any(matches(token, member.backend) for token in tokens for member in self.members())
+
+    def members(self) -> tuple[Member, ...]:
+        """Every backend with a method of this name, and the default, by priority."""
+        generation = self.dispatcher.generation
+        if self._members is None or self._members[0] != generation:
+            self._members = generation, self._collect_members()
+        return self._members[1]
+
+    def _collect_members(self) -> tuple[Member, ...]:
+        found: list[tuple[float, int, Member]] = []
+        for rank, name in enumerate((self.operation, '*')):
+            registry = self.dispatcher.registries.get(name)
+            for entry in registry.registrations() if registry is not None else ():
+                member = self._member(entry)
+                if member is not None:
+                    found.append((member.priority, rank, member))
+        default = self._default_member()
+        found.append((default.priority, 2, default))
+        return tuple(member for _, _, member in sorted(found, key=lambda item: item[:2]))
+
+    def _member(self, entry: Registration) -> Member | None:
+        backend = entry.backend
+        if backend is None:
+            reason = entry.error or 'not imported yet'
+            return Member(
+                _Unknown(), None, None, unusable=f'cannot be imported: {reason}', origin=entry.origin, label=entry.name
+            )
+        implementation = getattr(backend, self.name, None)
+        if not callable(implementation):
+            return None
+        self.dispatcher.check_methods(self.signature, self.name, self.place, backend)
+        verifier = getattr(backend, f'{self.name}_verifier', None)
+        prefers = getattr(backend, f'{self.name}_prefers', None)
+        return self._make_member(backend, implementation, verifier, prefers, entry.origin)
+
+    def _make_member(
+        self,
+        backend: BaseBackend,
+        implementation: Callable[..., Any],
+        verifier: Callable[..., Any] | None,
+        prefers: Callable[..., Any] | None,
+        origin: str,
+    ) -> Member:
+        calls = [None if method is None else self.signature.call(method) for method in (implementation, verifier, prefers)]
+        unusable = None
+        for what, call in zip(('its method', 'its verifier', 'its prefers'), calls, strict=True):
+            if call is not None and call.unfillable:
+                unusable = f'{what} needs {", ".join(map(repr, call.unfillable))}, which {self.name} does not have'
+        return Member(
+            backend,
+            implementation,
+            calls[0],
+            verifier,
+            calls[1],
+            prefers,
+            calls[2],
+            unusable,
+            self._untraceable(backend, verifier, prefers),
+            origin,
+        )
+
+    def _default_member(self) -> Member:
+        return self._make_member(self.default, self.function, self.default_verifier, None, self.place)
+
+    def _untraceable(self, backend: BaseBackend, *methods: Callable[..., Any] | None) -> str | None:
+        if not backend.traceable:
+            return 'the backend says traceable = False'
+        for method in methods:
+            found = findings(method) if method is not None else []
+            if found:
+                return str(found[0])
+        if backend.kind != 'default' and self.dispatcher.toggles.gate(backend).ask is not None:
+            return f'{location(backend.is_enabled)}: is_enabled() reads what nobody declared; name it in extra_env'
+        return None
+
+    def _facts(self, policy: Effective) -> Facts:
+        dispatcher = self.dispatcher
+        env = dict(policy.env) if policy.env is not None else None
+        return Facts(
+            package=dispatcher.availability.package,
+            device=dispatcher.availability.device,
+            devices=dispatcher.device_facts,
+            gate=lambda backend: dispatcher.toggles.gate(backend, env),
+        )
+
+    def _make(self, state: State) -> Kept:
+        policy = self.policy(state)
+        plan = build(self.signature, self.members(), policy, self.platforms, self._facts(policy))
+        return self._generate(plan, virtual=True)
+
+    def _generate(self, plan: Plan, *, virtual: bool) -> Kept:
+        serial = str(next(_serials))
+        notes = Notes(self)
+        generator = Call(self.signature, plan, serial, notes, self.label, virtual=virtual)
+        source = source_of(generator, self.name, self._check_source(plan.policy))
+        self._namespace.update(generator.w.bindings)
+        ranged = f'_d_ranged{serial}'
+        self._namespace[ranged] = functools.partial(self._ranged, plan, ranged)
+        code = self._compile(source, f'plan {serial}').__code__
+        # a frame that still runs this code may need its names: they go when the code does
+        weakref.finalize(code, _drop, self._namespace, (*generator.w.bindings, ranged))
+        return Kept(plan, code, source)
+
+    def _ranged(self, plan: Plan, name: str, *args: Any, **kwargs: Any) -> Any:
+        """First call while a profiler is active: make the variant of the plan that opens a range."""
+        serial = str(next(_serials))
+        generator = Call(self.signature, plan, serial, Notes(self), self.label, ranges=True, virtual=False)
+        source = source_of(generator, self.name, self._check_source(plan.policy))
+        self._namespace.update(generator.w.bindings)
+        function = self._compile(source, f'ranges {serial}')
+        function.__defaults__, function.__kwdefaults__ = self.signature.defaults()
+        weakref.finalize(function.__code__, _drop, self._namespace, tuple(generator.w.bindings))
+        if name in self._namespace:
+            self._namespace[name] = function
+        return function(*args, **kwargs)
+
+    def _plan_again(self) -> None:
+        """Plan for the state in force and install the code. Never holds the lock while foreign code runs."""
+        dispatcher = self.dispatcher
+        while True:
+            complete = dispatcher.discovery.load(self.operation)
+            base = dispatcher.state()
+            if complete:
+                dispatcher.check_environment_once()
+            generation = dispatcher.generation
+            kept = self._make(self.state())
+            with lock:
+                if dispatcher.generation == generation and dispatcher.state() == base:
+                    self._keep(base, kept, complete)
+                    break
+        self._announce(kept)
+
+    def _keep(self, state: State, kept: Kept, complete: bool) -> None:
+        if not complete:
+            # a backend module is still loading further up this thread: serve this call, plan again on the next
+            kept = self._provisional(kept)
+        else:
+            self._by_policy.pop(kept.plan.policy, None)
+            self._by_policy[kept.plan.policy] = kept
+            if len(self._by_policy) > _PLANS_KEPT:
+                gone = self._by_policy.pop(next(iter(self._by_policy)))
+                self._plans = {s: k for s, k in self._plans.items() if k is not gone}
+            self._plans = {s: k for s, k in self._plans.items() if k.plan.policy != kept.plan.policy}
+            if len(self._plans) > _STATES_KEPT:
+                self._plans.clear()
+            self._plans[state] = kept
+        self.wrapper.__code__ = kept.code
+
+    def _provisional(self, kept: Kept) -> Kept:
+        head, _, body = kept.source.partition('\n')
+        forward = self.signature.forward_all()
+        source = f'{head}\n    if _d_complete(): return _d_self({forward})\n{body}'
+        code = self._compile(source, f'provisional {next(_serials)}').__code__
+        weakref.finalize(code, id, kept)
+        return Kept(kept.plan, code, source)
+
+    def _complete(self) -> int:
+        """Whether loading has finished since a provisional plan was made; then the function has been planned anew."""
+        if not self.dispatcher.discovery.load(self.operation):
+            return 0
+        self._plan_again()
+        return 1
+
+    def install(self, state: State) -> None:
+        """Called under the lock, when the state changes: the kept code for it, else cold."""
+        kept = self._plans.get(state)
+        if kept is None and self._by_policy:
+            kept = self._by_policy.get(self.policy(state.above(self.own) if self.own is not None else state))
+            if kept is not None:
+                self._plans[state] = kept
+        code = kept.code if kept is not None else self._cold
+        if self.wrapper.__code__ is not code:
+            self.wrapper.__code__ = code
+
+    def forget_plans(self) -> None:
+        """Called under the lock, when the backends change."""
+        self._plans, self._by_policy, self._members = {}, {}, None
+        self.wrapper.__code__ = self._cold
+        for name in list(vars(self._box)):
+            delattr(self._box, name)
+        self._boxed.clear()
+
+    def _need_platform(self, platform: str) -> None:
+        with lock:
+            if platform not in self.platforms:
+                self.platforms = (*self.platforms, platform)
+        self._plan_again()
+
+    def _select(self, layers: tuple[tuple[Any, ...], ...]) -> str:
+        """The attribute of the box that holds the plan for scopes entered inside a trace, innermost last."""
+        virtual = []
+        for spec in layers:
+            policy = Policy(*spec)
+            self.dispatcher.check_policy(policy)
+            virtual.append(Layer(policy, 'a scope in the compiled region'))
+        base = self.dispatcher.state().above(*reversed(virtual))
+        state = base.above(self.own) if self.own is not None else base
+        in_force = self.policy(state)
+        plan = build(self.signature, self.members(), in_force, self.platforms, self._facts(in_force))
+        kept = self._generate(plan, virtual=False)
+        function = FunctionType(kept.code, self._namespace, self.name, *self.signature.defaults()[:1])
+        function.__kwdefaults__ = self.signature.defaults()[1]
+        name = f'plan{next(_serials)}'
+        setattr(self._box, name, function)
+        return name
+
+    # -- what generated code calls --------------------------------------------------------------------------------------
+
+    def _offer(self, relevant: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        return torch.overrides.handle_torch_function(self.wrapper, relevant, *args, **kwargs)
+
+    def _raise_no_backend(self, *args: Any, **kwargs: Any) -> Any:
+        decision = self.explain(*args, **kwargs)
+        raise NoBackendError(decision.error_text(), decision)
+
+    # -- the public side --------------------------------------------------------------------------------------------------
+
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
+        """See `fla.ops.backends.explain`."""
+        from fla.ops.backends.explain import explain_entry
+
+        return explain_entry(self, args, kwargs, platform=None)
+
+    def resolve(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """The callable that this call would run, for loops that make the same call again and again.
+
+        Takes the public function's arguments. It is the caller's: no policy, toggle or verifier is asked again.
+
+        Raises:
+            NoBackendError: if no candidate accepts the call.
+        """
+        from fla.ops.backends.explain import explain_entry
+
+        decision = explain_entry(self, args, kwargs, platform=None)
+        if decision.member is None:
+            raise NoBackendError(decision.error_text(), decision)
+        return self.direct(decision.member)
+
+    def direct(self, member: Member) -> Callable[..., Any]:
+        """A member's implementation with the public signature."""
+        assert member.implementation is not None
+        assert member.call is not None
+        if member.call.identical:
+            return member.implementation
+        serial = next(_serials)
+        self._namespace[f'_d_direct{serial}'] = member.implementation
+        source = f'{self.signature.header(self.name)}\n    return _d_direct{serial}({member.call.arguments})\n'
+        function = self._compile(source, f'direct {serial}')
+        function.__defaults__, function.__kwdefaults__ = self.signature.defaults()
+        function.__doc__ = self.function.__doc__
+        weakref.finalize(function.__code__, _drop, self._namespace, (f'_d_direct{serial}',))
+        return function
+
+    def bind(self, backend: str | None = None, *, policy: Policy | None = None, **fields: Any) -> Callable[..., Any]:
+        """A function of the same signature with a policy of its own, above every scope.
+
+        Args:
+            backend: the only backend that may run (name, kind, `vendor:NAME`, `impl:IMPL_ID`), overriding filters.
+            policy: a whole policy instead.
+            fields: fields of `Policy`, such as `prefer='tilelang'`.
+
+        Raises:
+            UnknownNameError: for a backend the operation does not have.
+        """
+        if policy is not None and (backend is not None or fields):
+            raise TypeError('bind() takes either a policy or its fields, not both')
+        if backend is None and policy is None and not fields:
+            raise TypeError("bind() needs a backend, a policy, or fields of one such as prefer='tilelang'")
+        if backend is not None:
+            fields['use'] = (backend,) if isinstance(backend, str) else tuple(backend)
+        policy = replace(Policy(**fields) if policy is None else policy, op=self.key)
+        self.dispatcher.check_tokens(policy.tokens(), self.operation)
+        entry = Entry(
+            self.dispatcher,
+            self.operation,
+            self.name,
+            self.function,
+            self.signature,
+            self.default,
+            self.default_verifier,
+            self.check,
+            self.mutates,
+            Layer(policy, 'bind()'),
+            self.platforms,
+        )
+        self.dispatcher.add(entry, public=False)
+        return entry.wrapper
+
+    def _announce(self, kept: Kept) -> None:
+        """At plan time: the ordered candidates at INFO, and warnings for wishes that cannot come true."""
+        hidden = overruled(self.state(), self.operation, self.name)
+        if hidden is not None:
+            logs.warn_once(
+                ('overruled', self.key, hidden),
+                '%s: the order of %s replaces that of %s, its exclusivity included',
+                self.key,
+                hidden[0].source,
+                hidden[1].source,
+            )
+        for platform, chain in kept.plan.chains.items():
+            for c in chain:
+                if c.wished and c.out is not None:
+                    logs.warn_once(
+                        ('unmet', self.key, c.member.name),
+                        '%s: backend %r was asked for by %s and cannot run: %s',
+                        self.key,
+                        c.member.name,
+                        kept.plan.policy.order_source,
+                        format_reason(c.out[1]),
+                    )
+            if logs.logger.isEnabledFor(logging.INFO):
+                names = [c.member.name for c in chain if c.out is None]
+                out = [f'{c.member.name} ({format_reason(c.out[1])})' for c in chain if c.out is not None]
+                logs.logger.info('%s on %s: candidates %s; out: %s', self.key, platform, names, '; '.join(out) or 'none')
+
+
+def _drop(namespace: dict[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        namespace.pop(name, None)
+
+
+def attach(function: Any, entry: Entry) -> None:
+    """Give a function the attributes by which users and tools look inside."""
+    from fla.ops.backends.describe import BackendsView
+
+    function.backends = BackendsView(entry)
+    function.bind = entry.bind
+    function.resolve = entry.resolve
+    function.explain = entry.explain
+    function.__fla_entry__ = entry

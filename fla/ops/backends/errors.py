@@ -1,0 +1,49 @@
+"""What dispatch raises. A kernel's own exception is never wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fla.utils.env import nearest
+
+if TYPE_CHECKING:
+    from fla.ops.backends.explain import Decision
+
+
+class DispatchError(RuntimeError):
+    """Base of every error that dispatch itself raises."""
+
+
+class NoBackendError(DispatchError, NotImplementedError):
+    """No candidate accepts this call. `decision` holds every candidate with its reason; None inside compiled code."""
+
+    def __init__(self, message: str, decision: Decision | None = None) -> None:
+        super().__init__(message)
+        self.decision = decision
+
+
+class BackendBugError(DispatchError):
+    """A backend broke its contract (a verifier raised, or returned something else than `(bool, reason)`)."""
+
+
+class UnknownNameError(DispatchError, LookupError):
+    """An operation, function, backend or token that nobody knows."""
+
+
+class RegistrationError(DispatchError, ValueError):
+    """A backend that does not fit the functions it is registered for."""
+
+
+class FrozenError(DispatchError):
+    """Policy or registry changed while dispatch is frozen."""
+
+
+class ManifestMismatchError(DispatchError):
+    """This process would not select what the required manifest says."""
+
+
+def unknown_name(what: str, name: str, known: Iterable[str], where: str = '') -> UnknownNameError:
+    """The error for a name nobody knows: what it was meant to be, what there is, and the nearest match."""
+    names = sorted(set(known))
+    return UnknownNameError(f'unknown {what} {name!r}{where}.{nearest(name, names)} Known: {", ".join(names) or "none"}')

@@ -1,0 +1,361 @@
+"""Why a call would run what it runs.
+
+`explain` runs the tests of a call, written by the same generator from the same plan, and notes each outcome. It runs no
+kernel, so it also answers for meta and fake tensors, and for hardware this machine does not have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fla.ops.backends import tensors
+from fla.ops.backends.availability import capability_verdict
+from fla.ops.backends.backend import BaseBackend, Reason, Verdict, format_reason
+from fla.ops.backends.codegen import Explain, source_of
+from fla.ops.backends.errors import unknown_name
+from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Facts, Member, build
+from fla.utils.devices import KNOWN_DEVICES, PLATFORMS, Device
+
+if TYPE_CHECKING:
+    from fla.ops.backends.entry import Entry
+
+
+@dataclass(frozen=True)
+class CandidateReport:
+    """One candidate of a decision.
+
+    Attributes:
+        name, impl_id, kind: which one.
+        verdict: 'chosen', 'eligible' (would also serve the call), 'demoted' (can, but says it should not), 'rejected' (by a
+            test or its verifier), 'disabled' (toggle), 'excluded' (policy), 'unavailable', or 'bug'.
+        reason: why, None for the chosen and the eligible.
+        source: who says so: a policy layer, a variable, 'availability', 'verifier', 'priority' …
+        priority: lower is asked earlier.
+        notes: what else is worth knowing: never verified on its real package, skipped in compiled code, assumed installed.
+    """
+
+    name: str
+    impl_id: str
+    kind: str
+    verdict: str
+    reason: str | None
+    source: str
+    priority: float
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready values."""
+        return {**self.__dict__, 'notes': list(self.notes)}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a call would do, and why. `str()` of it is a table.
+
+    Attributes:
+        function: 'operation.function'.
+        winner: name of the backend that would run, None if the call would raise.
+        error: why the call would raise, None if it would not.
+        candidates: every candidate in the order they are asked.
+        order: which policy layer decided the order ('priority' where none did).
+        platform: platform of the call ('any' where the decision does not depend on it).
+        arguments: name → what came, for tensors dtype, shape and device.
+        member: the chosen candidate as the framework holds it.
+    """
+
+    function: str
+    winner: str | None
+    error: str | None
+    candidates: tuple[CandidateReport, ...]
+    order: str
+    platform: str
+    arguments: dict[str, str]
+    member: Member | None = field(default=None, repr=False, compare=False)
+
+    def __getitem__(self, name: str) -> CandidateReport:
+        for candidate in self.candidates:
+            if candidate.name == name:
+                return candidate
+        raise unknown_name('candidate', name, [c.name for c in self.candidates], f' of {self.function}')
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready values."""
+        return {
+            'function': self.function,
+            'winner': self.winner,
+            'error': self.error,
+            'order': self.order,
+            'platform': self.platform,
+            'arguments': dict(self.arguments),
+            'candidates': [candidate.to_dict() for candidate in self.candidates],
+        }
+
+    def __str__(self) -> str:
+        head = f'{self.function} on {self.platform}: {self.winner or "raises: " + str(self.error)} (order: {self.order})'
+        return '\n'.join([head, *self._table()])
+
+    def _table(self) -> list[str]:
+        width = max((len(c.name) for c in self.candidates), default=0)
+        lines = []
+        for c in self.candidates:
+            reason = f'{c.reason} [{c.source}]' if c.reason else f'[{c.source}]'
+            notes = f' ({"; ".join(c.notes)})' if c.notes else ''
+            lines.append(f'  {c.name:<{width}}  {c.verdict:<11}  {reason}{notes}')
+        return lines
+
+    def error_text(self) -> str:
+        """The message of NoBackendError: every candidate with its reason, the arguments, and what to do."""
+        arguments = ', '.join(f'{name}: {text}' for name, text in self.arguments.items())
+        return '\n'.join(
+            [
+                f'{self.function}: {self.error or "no candidate accepts the call"}',
+                *self._table(),
+                f'  arguments: {arguments}',
+                f'  {self._advice()}',
+            ]
+        )
+
+    def _advice(self) -> str:
+        verdicts = {c.verdict for c in self.candidates}
+        advice = []
+        if 'excluded' in verdicts:
+            advice.append('relax the policy named in brackets')
+        if 'disabled' in verdicts:
+            advice.append('switch a disabled backend on')
+        if 'unavailable' in verdicts:
+            advice.append('install what is missing or move the tensors to a device that is supported')
+        if 'rejected' in verdicts:
+            advice.append('change the argument that a candidate names')
+        return f'What to do: {", or ".join(advice) or "register a backend for this operation"}.'
+
+
+class _Collector:
+    """Takes the notes of one explained call. The first event that ends a call decides its outcome."""
+
+    def __init__(self, chain: Sequence[Candidate]) -> None:
+        self.chain = chain
+        self.verdicts: dict[int, tuple[str, Reason, str]] = {}
+        self.winner: int | None = None
+        self.error: str | None = None
+
+    def begin(self, platform: str) -> None:
+        self.platform = platform
+
+    def _open(self) -> bool:
+        return self.winner is None and self.error is None
+
+    def accept(self, place: int) -> None:
+        self.verdicts[place] = (
+            'eligible',
+            None,
+            'verifier' if self.chain[place].member.verifier else 'accepts every call',
+        )
+        if self._open():
+            self.winner = place
+
+    def reject(self, place: int, reason: Reason, source: str) -> None:
+        self.verdicts[place] = ('rejected', reason, source)
+
+    def off(self, place: int) -> None:
+        gate = self.chain[place].gate
+        assert gate is not None
+        self.verdicts[place] = ('disabled', gate.says_off, gate.source)
+
+    def demote(self, place: int, reason: Reason) -> None:
+        self.verdicts[place] = ('demoted', reason, 'prefers')
+
+    def late(self, place: int) -> None:
+        if self._open():
+            self.winner = place
+
+    def bug(self, place: int, text: str, raised: bool) -> None:
+        error = sys.exc_info()[1]
+        detail = f': {type(error).__name__}: {error}' if raised and error is not None else ''
+        self.verdicts[place] = ('bug', f'{text}{detail}', 'backend')
+
+    def stop(self, text: str) -> None:
+        if self._open():
+            self.error = text
+
+    def stale(self) -> None:
+        if self._open():
+            self.error = 'the environment changed while the call was explained; explain it again'
+
+    def offered(self, cls: type) -> None:
+        if self._open():
+            self.error = f'the call is offered to {cls.__qualname__}.__torch_function__, which decides'
+
+
+def explain_entry(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], platform: str | None) -> Decision:
+    """`explain` for an entry point."""
+    bound = entry.signature.signature.bind(*args, **kwargs)
+    entry.dispatcher.discovery.load(entry.operation)
+    entry.dispatcher.check_environment_once()
+    state = entry.state()
+    policy = entry.policy(state)
+    facts = entry._facts(policy)
+    assumed: set[int] = set()
+    if platform is None:
+        where = _platform_of_call(entry, bound.arguments)
+    else:
+        device = _device_named(platform)
+        where = device.platform
+        facts = _facts_elsewhere(facts, device, assumed)
+        args, kwargs = _as_if_on(bound, where)
+    plan = build(entry.signature, entry.members(), policy, [where], facts)
+    where = where if plan.by_platform else ANY
+    chain = plan.chains[where]
+    collector = _Collector(chain)
+    _run(entry, plan, where, collector, args, kwargs)
+    return _decision(entry, chain, collector, where, policy.order_source, bound.arguments, assumed)
+
+
+def _run(entry: Entry, plan: Any, platform: str, collector: _Collector, args: Any, kwargs: Any) -> None:
+    generator = Explain(entry.signature, plan, 'e')
+    generator.only = platform
+    source = source_of(generator, entry.name, entry._check_source(plan.policy), first='_d_c')
+    namespace = {**entry._namespace, **generator.w.bindings}
+    made: dict[str, Any] = {}
+    exec(compile(source, f'<fla dispatch {entry.key} explain>', 'exec'), namespace, made)
+    function: types.FunctionType = made[entry.name]
+    positional, function.__kwdefaults__ = entry.signature.defaults()
+    function.__defaults__ = positional
+    function(collector, *args, **kwargs)
+
+
+def _platform_of_call(entry: Entry, arguments: dict[str, Any]) -> str:
+    values = [arguments.get(name) for name in entry.signature.tensors]
+    return tensors.platform_of(tensors.first_tensor(values))
+
+
+def _decision(
+    entry: Entry,
+    chain: Sequence[Candidate],
+    collector: _Collector,
+    platform: str,
+    order: str,
+    arguments: dict[str, Any],
+    assumed: set[int],
+) -> Decision:
+    reports = []
+    for place, c in enumerate(chain):
+        backend = c.member.backend
+        verdict, reason, source = c.out or collector.verdicts.get(place, ('rejected', 'not reached', 'order'))
+        if place == collector.winner:
+            verdict, source = 'chosen', order
+            reason = None
+        notes = []
+        if not backend.verified:
+            notes.append('unverified: never run against its real package')
+        if c.member.untraceable and verdict in ('chosen', 'eligible', 'demoted'):
+            notes.append(f'skipped in compiled code: {c.member.untraceable}')
+        if id(backend) in assumed:
+            notes.append('assumed to be installed')
+        kind = backend.kind if c.member.implementation is not None else 'vendor'
+        reports.append(
+            CandidateReport(
+                c.member.name,
+                backend.impl_id if not c.member.label else c.member.label,
+                kind,
+                verdict,
+                None if verdict in ('chosen', 'eligible') else format_reason(reason),
+                source,
+                c.member.priority,
+                tuple(notes),
+            )
+        )
+    winner = chain[collector.winner].member if collector.winner is not None else None
+    return Decision(
+        entry.key,
+        winner.name if winner else None,
+        collector.error if winner is None else None,
+        tuple(reports),
+        order,
+        platform,
+        {name: describe_argument(value) for name, value in arguments.items()},
+        winner,
+    )
+
+
+def describe_argument(value: Any) -> str:
+    """A value in a few words: a tensor's dtype, shape and device."""
+    if isinstance(value, torch.Tensor):
+        grad = ', requires grad' if value.requires_grad else ''
+        return f'{str(value.dtype).removeprefix("torch.")}{list(value.shape)} on {value.device}{grad}'
+    if isinstance(value, (list, tuple)):
+        inner = ', '.join(describe_argument(item) for item in value[:4])
+        return f'{type(value).__name__}({inner}{", …" if len(value) > 4 else ""})'
+    text = repr(value)
+    return text if len(text) <= 60 else f'{text[:57]}…'
+
+
+# -- another platform -----------------------------------------------------------------------------------------------------
+
+
+def _device_named(name: str) -> Device:
+    word = name.strip().casefold()
+    if word in KNOWN_DEVICES:
+        return KNOWN_DEVICES[word]
+    if word in PLATFORMS:
+        return Device(word)
+    raise unknown_name('platform', name, {*KNOWN_DEVICES, *PLATFORMS})
+
+
+def _facts_elsewhere(here: Facts, device: Device, assumed: set[int]) -> Facts:
+    """The facts of a machine with one such device, on which every package is installed."""
+
+    def package(backend: BaseBackend) -> Verdict:
+        verdict = here.package(backend)
+        if not verdict[0]:
+            assumed.add(id(backend))
+        return True, None
+
+    return Facts(package, lambda backend, where: capability_verdict(backend, where), lambda _: (device,), here.gate)
+
+
+def _as_if_on(bound: inspect.BoundArguments, platform: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every tensor replaced by a fake one on that platform. Arguments named `…_cpu` stay on the host."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_map_only
+
+    kind = {'rocm': 'cuda', 'npu': 'privateuseone', NO_TENSOR: 'cpu'}.get(platform, platform)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=kind)
+            return made.requires_grad_(tensor.requires_grad)
+
+    moved: Callable[[Any], Any] = lambda value: tree_map_only(torch.Tensor, fake, value)  # noqa: E731
+    for name, value in bound.arguments.items():
+        if not name.endswith('_cpu'):
+            bound.arguments[name] = moved(value)
+    return bound.args, bound.kwargs
+
+
+def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = None, **kwargs: Any) -> Decision:
+    """What the call `function(*args, **kwargs)` would run and why, without running it.
+
+    Args:
+        function: a dispatched function.
+        *args, **kwargs: the call. Meta and fake tensors serve as well as real ones.
+        platform: answer for other hardware: a platform ('cuda', 'rocm', …) or a device ('h100', 'mi300x', …). Packages that
+            are missing here are assumed to be installed there, and marked so.
+
+    Returns:
+        A `Decision`: the winner, and every candidate with its verdict, reason and who says so.
+
+    Raises:
+        TypeError: if `function` is not dispatched, or the arguments do not fit it.
+        Whatever the operation's own check raises for a bad call.
+    """
+    from fla.ops.backends.describe import entry_of
+
+    return explain_entry(entry_of(function), args, kwargs, platform)

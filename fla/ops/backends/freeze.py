@@ -1,0 +1,160 @@
+"""Freezing: plans without environment reads, and a manifest that says what was chosen.
+
+For serving and for caches of compiled code: after `freeze_dispatch()` no toggle, policy or registration changes what runs
+(each raises), and the manifest's sha256 can be part of a cache key or be required on another host or rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform as python_platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fla.ops.backends.backend import format_reason
+from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
+from fla.ops.backends.errors import ManifestMismatchError
+from fla.ops.backends.locking import lock
+from fla.ops.backends.plan import build
+
+
+class Manifest(dict[str, Any]):
+    """What was chosen, as JSON-ready values; `sha256` covers everything else."""
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the content."""
+        return str(self['sha256'])
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self, indent=1, sort_keys=True) + '\n', encoding='utf-8')
+
+
+def _hash(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps({k: v for k, v in content.items() if k != 'sha256'}, sort_keys=True, separators=(',', ':'))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def manifest(dispatcher: Dispatcher | None = None, *, platforms: tuple[str, ...] = ()) -> Manifest:
+    """What every known function would choose from now, by platform: its candidates in order, and why others are out.
+
+    Args:
+        dispatcher: the namespace; default: fla's own.
+        platforms: platforms to answer for. Default: those that calls have been seen on, else 'cpu'.
+    """
+    owner = dispatcher or default_dispatcher()
+    owner.discovery.load_all()
+    state = owner.state()
+    selections = {}
+    packages: set[str] = set()
+    for key, entry in sorted(owner.functions().items()):
+        policy = entry.policy(state)
+        plan = build(
+            entry.signature, entry.members(), policy, platforms or entry.platforms or ('cpu',), entry._facts(policy)
+        )
+        chains = {}
+        for platform, chain in plan.chains.items():
+            rows = []
+            for c in chain:
+                on = c.gate is None or c.gate.is_on
+                out = c.out or (None if on or c.gate is None else ('disabled', c.gate.says_off, c.gate.source))
+                rows.append({'backend': c.member.name, 'out': f'{out[0]}: {format_reason(out[1])}' if out else None})
+                if out is None and c.member.backend.package_name:
+                    packages.add(c.member.backend.package_name)
+            chains[platform] = rows
+        selections[key] = chains
+    content = {
+        'namespace': owner.namespace,
+        'versions': {
+            'python': python_platform.python_version(),
+            'torch': torch.__version__,
+            **{name: _version(name) for name in ('fla-dispatch', 'triton', *sorted(packages))},
+        },
+        'policy': [{'source': layer.source, **layer.policy.to_dict()} for layer in state.layers],
+        'selections': selections,
+    }
+    return Manifest({**content, 'sha256': _hash(content)})
+
+
+def freeze_dispatch(dispatcher: Dispatcher | None = None, *, platforms: tuple[str, ...] = ()) -> Manifest:
+    """Fix what is chosen: toggles keep the values they have now, and changes of policy or registry raise FrozenError.
+
+    Loads every operation. Verifiers still run on each call; `resolve()` removes them, too.
+
+    Args:
+        dispatcher: the namespace; default: fla's own.
+        platforms: platforms the manifest answers for. Default: those that calls have been seen on, else 'cpu'.
+
+    Returns:
+        The manifest.
+    """
+    owner = dispatcher or default_dispatcher()
+    owner.discovery.load_all()
+    owner.state()
+    if owner.frozen is None:
+        names = {name for backend in owner._backends() for name in owner.toggles.variables(backend)}
+        with lock:
+            owner.frozen = {'env': {name: os.environ.get(name) for name in names}}
+            owner.push()
+    return manifest(owner, platforms=platforms)
+
+
+def thaw_dispatch(dispatcher: Dispatcher | None = None) -> None:
+    """End `freeze_dispatch()`; does nothing if dispatch is not frozen."""
+    owner = dispatcher or default_dispatcher()
+    with lock:
+        owner.frozen = None
+        owner.push()
+
+
+def is_frozen(dispatcher: Dispatcher | None = None) -> bool:
+    """Whether dispatch is frozen."""
+    return (dispatcher or default_dispatcher()).frozen is not None
+
+
+def require_manifest(expected: str | Path | Mapping[str, Any], dispatcher: Dispatcher | None = None) -> Manifest:
+    """Check that this process would choose exactly what `expected` says.
+
+    Args:
+        expected: a manifest, or the path of a saved one.
+
+    Returns:
+        This process's manifest.
+
+    Raises:
+        ManifestMismatchError: names every difference.
+        ValueError: if `expected` is no manifest.
+    """
+    wanted = dict(expected) if isinstance(expected, Mapping) else json.loads(Path(expected).read_text(encoding='utf-8'))
+    if not isinstance(wanted, dict) or not {'selections', 'versions', 'policy', 'sha256'} <= wanted.keys():
+        raise ValueError('expected must be a manifest, or the path of one saved by freeze_dispatch().save(path)')
+    if wanted['sha256'] != _hash(wanted):
+        raise ManifestMismatchError('the manifest was edited: its sha256 does not fit its content')
+    platforms = tuple(dict.fromkeys(p for chains in wanted['selections'].values() for p in chains if p != 'any'))
+    have = manifest(dispatcher, platforms=platforms)
+    if have.sha256 != wanted['sha256']:
+        raise ManifestMismatchError('this process differs from the manifest:\n' + '\n'.join(_differences(wanted, have, '')))
+    return have
+
+
+def _differences(wanted: Any, have: Any, path: str) -> list[str]:
+    if isinstance(wanted, Mapping) and isinstance(have, Mapping):
+        found = []
+        for key in sorted({*wanted, *have} - {'sha256'}):
+            found += _differences(wanted.get(key), have.get(key), f'{path}.{key}' if path else str(key))
+        return found
+    return [] if wanted == have else [f'  {path}: manifest {wanted!r}, here {have!r}']

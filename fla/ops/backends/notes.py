@@ -1,0 +1,147 @@
+"""What generated code reports: bugs, unmet wishes, first uses, reasons. Each message is given once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fla.ops.backends import logs
+from fla.ops.backends.backend import format_reason
+from fla.ops.backends.codegen import Actions
+from fla.ops.backends.plan import Candidate
+from fla.ops.backends.signature import location
+
+if TYPE_CHECKING:
+    from fla.ops.backends.entry import Entry
+
+
+def while_tracing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain function around a bound method that Dynamo runs at trace time instead of tracing it. What
+    torch.compiler.assume_constant_result does, without importing all of Dynamo."""
+
+    def run(*args: Any) -> Any:
+        return method(*args)
+
+    run._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return run
+
+
+class Notes(Actions):
+    """What generated code reports, for one entry point."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+
+    def _log_once(
+        self, kind: str, c: Candidate, level: int, text: str, *args: object, trace: bool = False
+    ) -> Callable[[], None]:
+        entry = self.entry
+        key = (kind, entry.key, id(c.member.backend), text)
+
+        def say() -> None:
+            logs.once(key, level, text, *args, exc_info=trace)
+
+        return while_tracing(say)
+
+    def bug(self, c: Candidate, method: str) -> Callable[[], None]:
+        return self._log_once(
+            'bug',
+            c,
+            logging.ERROR,
+            '%s: %s of backend %r (%s) raised; the backend is skipped. This is a bug in the backend.',
+            self.entry.key,
+            method,
+            c.member.name,
+            self._where(c, method),
+            trace=True,
+        )
+
+    def bad_return(self, c: Candidate, method: str) -> Callable[[], None]:
+        return self._log_once(
+            'bad',
+            c,
+            logging.ERROR,
+            '%s: %s of backend %r (%s) must return (True, None) or (False, reason) and did not; the backend is skipped.',
+            self.entry.key,
+            method,
+            c.member.name,
+            self._where(c, method),
+        )
+
+    def _where(self, c: Candidate, method: str) -> str:
+        found = c.member.verifier if method == 'verifier' else c.member.prefers
+        return location(found)
+
+    def unmet(self, c: Candidate) -> Callable[[], None]:
+        return self._log_once(
+            'unmet',
+            c,
+            logging.WARNING,
+            '%s: backend %r was asked for and does not take this call; see explain() for the reason',
+            self.entry.key,
+            c.member.name,
+        )
+
+    def untraceable(self, c: Candidate) -> Callable[[], None]:
+        return self._log_once(
+            'untraceable',
+            c,
+            logging.WARNING,
+            '%s: backend %r is skipped in compiled code: %s',
+            self.entry.key,
+            c.member.name,
+            c.member.untraceable,
+        )
+
+    def first_use(self, c: Candidate, platform: str) -> Callable[[], None] | None:
+        entry = self.entry
+        slow = c.member.backend.kind == 'reference' and platform not in ('any', 'cpu', 'meta', 'none')
+        if slow:
+            return self._log_once(
+                'slow',
+                c,
+                logging.WARNING,
+                '%s: the reference (plain PyTorch) serves tensors on %s; see explain() for why',
+                entry.key,
+                platform,
+            )
+        if not logs.logger.isEnabledFor(logging.INFO):
+            return None
+        return self._log_once('use', c, logging.INFO, '%s: backend %r is used', entry.key, c.member.name)
+
+    def traced(self, c: Candidate) -> Callable[[], None]:
+        entry = self.entry
+
+        def note() -> None:
+            for running in entry.dispatcher.traces:
+                running.add(entry, c.member.name, None)
+
+        return while_tracing(note)
+
+    def record(self, c: Candidate) -> Callable[[Mapping[str, Any]], None]:
+        entry = self.entry
+
+        def note(arguments: Mapping[str, Any]) -> None:
+            for running in entry.dispatcher.traces:
+                running.add(entry, c.member.name, arguments)
+
+        return note
+
+    def reason(self, c: Candidate) -> Callable[[Any], None] | None:
+        if not logs.logger.isEnabledFor(logging.DEBUG):
+            return None
+        entry = self.entry
+
+        def say(reason: Any) -> None:
+            text = format_reason(reason)
+            logs.once(
+                ('reason', entry.key, id(c.member.backend), text),
+                logging.DEBUG,
+                '%s: backend %r does not take this call: %s',
+                entry.key,
+                c.member.name,
+                text,
+            )
+
+        return say

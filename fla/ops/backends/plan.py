@@ -1,0 +1,355 @@
+"""The ordered candidates of one function under one policy: a pure function of what is passed in.
+
+A plan is data. `codegen` turns it into the code of a call and, from the same data, into the code of `explain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fla.ops.backends.backend import DEFAULT_PRIORITY, REFERENCE_PRIORITY, BaseBackend, Reason, Verdict
+from fla.ops.backends.policy import Effective, Verb, arrange, matches
+from fla.ops.backends.signature import EMPTY, Callee, Signature
+from fla.utils.devices import Device
+
+# The platform of a call whose plan does not depend on one, and of a call without any tensor.
+ANY = 'any'
+NO_TENSOR = 'none'
+
+
+@dataclass(frozen=True)
+class Test:
+    """One generated test: a source expression that is true where the candidate cannot serve the call.
+
+    `values` is source of the values that `reason` (a template) needs, evaluated only by those who show reasons.
+    """
+
+    rejects: str
+    reason: str
+    values: str = ''
+    bindings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def reason_source(self) -> str:
+        """Source of the reason as a verifier would give it."""
+        return f'({self.reason!r}, {self.values})' if self.values else repr(self.reason)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The toggle of a backend, tested in line.
+
+    Attributes:
+        variables: environment variables whose raw values decide.
+        on, off: the combinations of raw values known to mean so; any other one makes the function re-plan.
+        is_on: what the values meant when the plan was built (that group is tested first).
+        ask: instead of all that, an `is_enabled` whose variables nobody knows: asked on each call, never in compiled code.
+    """
+
+    variables: tuple[str, ...] = ()
+    on: tuple[tuple[Any, ...], ...] = ()
+    off: tuple[tuple[Any, ...], ...] = ()
+    is_on: bool = True
+    ask: Callable[[], bool] | None = None
+
+    @property
+    def source(self) -> str:
+        """Who decides, for `explain`."""
+        return ', '.join(self.variables) or ('is_enabled()' if self.ask else 'default_enable')
+
+    @property
+    def says_off(self) -> str:
+        """The reason when it is off."""
+        return f'switched off by {self.source}'
+
+
+@dataclass(frozen=True)
+class Member:
+    """A backend as a function sees it, before any policy and platform: its methods and how they are called."""
+
+    backend: BaseBackend
+    implementation: Callable[..., Any] | None
+    call: Callee | None
+    verifier: Callable[..., Any] | None = None
+    verifier_call: Callee | None = None
+    prefers: Callable[..., Any] | None = None
+    prefers_call: Callee | None = None
+    unusable: str | None = None
+    untraceable: str | None = None
+    origin: str = ''
+    label: str = ''
+
+    @property
+    def name(self) -> str:
+        """The name policy tokens use."""
+        return self.label or self.backend.backend_type
+
+    @property
+    def priority(self) -> float:
+        """Lower is asked earlier. A reference stands last unless its class says otherwise."""
+        backend = self.backend
+        if backend.kind == 'reference' and backend.priority == DEFAULT_PRIORITY:
+            return REFERENCE_PRIORITY
+        return backend.priority
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A member in its place in the order, on one platform. `out` is why it cannot be reached at all: (verdict, reason,
+    source); it is then shown by `explain` and absent from the code of a call."""
+
+    member: Member
+    out: tuple[str, Reason, str] | None = None
+    gate: Gate | None = None
+    tests: tuple[Test, ...] = ()
+    wished: bool = False
+    asks_preference: bool = True
+
+    @property
+    def accepts_always(self) -> bool:
+        """Whether nothing after this candidate can ever be reached."""
+        return not (self.out or self.gate or self.tests or self.member.verifier or self.member.untraceable or self.demotable)
+
+    @property
+    def demotable(self) -> bool:
+        """Whether its own `<fn>_prefers` may put it behind the others."""
+        return self.asks_preference and self.member.prefers is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a function does on each platform seen so far.
+
+    Attributes:
+        chains: platform → every candidate, in order, those that are out included.
+        by_platform: whether calls must be told apart by platform; if not, the one chain stands under `ANY`.
+    """
+
+    chains: Mapping[str, tuple[Candidate, ...]]
+    by_platform: bool
+    policy: Effective
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What planning asks of the world; tests and `explain(platform=…)` put another one in its place."""
+
+    package: Callable[[BaseBackend], Verdict]
+    device: Callable[[BaseBackend, Device], Verdict]
+    devices: Callable[[str], Sequence[Device]]
+    gate: Callable[[BaseBackend], Gate]
+
+
+def build(
+    signature: Signature, members: Sequence[Member], policy: Effective, platforms: Sequence[str], facts: Facts
+) -> Plan:
+    """The plan of a function whose members are given in order of priority."""
+    # what no package can change is decided before anything asks for a platform
+    alive = [m for m in members if m.unusable is None and facts.package(m.backend)[0]]
+    by_platform = any(m.backend.kind == 'reference' or _depends_on_device(m.backend) for m in alive)
+    names = list(platforms) if by_platform else [ANY]
+    return Plan({name: _chain(signature, members, policy, name, facts) for name in names}, by_platform, policy)
+
+
+def _depends_on_device(backend: BaseBackend) -> bool:
+    return bool(backend.devices) or backend.min_capability is not None or overrides(backend, 'probe')
+
+
+def overrides(backend: BaseBackend, method: str) -> bool:
+    """Whether the backend defines `method` itself."""
+    found = getattr(backend, method)
+    return getattr(found, '__func__', found) is not getattr(
+        getattr(BaseBackend, method), '__func__', getattr(BaseBackend, method)
+    )
+
+
+def _chain(
+    signature: Signature, members: Sequence[Member], policy: Effective, platform: str, facts: Facts
+) -> tuple[Candidate, ...]:
+    by_backend = {id(m.backend): m for m in members}
+    ordered = [m.backend for m in members]
+    rest: list[BaseBackend] = []
+    verb = policy.use or policy.only
+    if verb is not None:
+        chosen = arrange(ordered, verb.tokens)
+        rest = [b for b in ordered if b not in chosen]
+        ordered = chosen
+    elif policy.prefer is not None:
+        chosen = arrange(ordered, policy.prefer.tokens)
+        ordered = chosen + [b for b in ordered if b not in chosen]
+    if platform == 'meta' and policy.use is None and policy.only is None:
+        # nothing can run on meta tensors but what is plain PyTorch: the reference first
+        ordered.sort(key=lambda backend: backend.kind != 'reference')
+    chain = [_candidate(signature, by_backend[id(b)], policy, platform, facts) for b in ordered]
+    for backend in rest:
+        assert verb is not None
+        reason = f'not listed: only {", ".join(verb.tokens) or "nothing"}'
+        chain.append(Candidate(by_backend[id(backend)], out=('excluded', reason, verb.source)))
+    return tuple(chain)
+
+
+def _candidate(signature: Signature, member: Member, policy: Effective, platform: str, facts: Facts) -> Candidate:
+    backend = member.backend
+    wished = policy.prefer is not None and _is_named(policy.prefer, backend)
+    wished = wished or (policy.only is not None and _is_named(policy.only, backend))
+    out, tests = _availability(signature, member, platform, facts)
+    gate = None
+    if out is None and policy.use is None:
+        out = _filtered(policy, backend)
+        if out is None:
+            gate = facts.gate(backend)
+            if not (gate.variables or gate.ask) or policy.env is not None:
+                out = None if gate.is_on else ('disabled', gate.says_off, gate.source)
+                gate = None
+    if out is None:
+        tests += (*_declared_tests(signature, backend), *_missing_tests(signature, member))
+    return Candidate(member, out, gate, tests, wished, asks_preference=policy.use is None)
+
+
+def _is_named(verb: Verb, backend: BaseBackend) -> bool:
+    """Whether a policy asks for this very backend, not only for its kind."""
+    names = (backend.backend_type.casefold(), f'impl:{backend.impl_id.casefold()}')
+    return any(token in names and token not in ('default', 'reference') for token in verb.tokens)
+
+
+def _filtered(policy: Effective, backend: BaseBackend) -> tuple[str, Reason, str] | None:
+    for verb in policy.deny:
+        if any(matches(token, backend) for token in verb.tokens):
+            return 'excluded', f'denied by {verb.source}', verb.source
+    for verb in policy.allow:
+        if not any(matches(token, backend) for token in verb.tokens):
+            return (
+                'excluded',
+                f'not on the allow list of {verb.source}: {", ".join(verb.tokens) or "nothing"}',
+                verb.source,
+            )
+    return None
+
+
+def _availability(
+    signature: Signature, member: Member, platform: str, facts: Facts
+) -> tuple[tuple[str, Reason, str] | None, tuple[Test, ...]]:
+    """Why a member is out on this platform, or the tests that tell this platform's devices apart."""
+    backend = member.backend
+    if member.unusable is not None:
+        return ('unavailable', member.unusable, member.origin), ()
+    usable, reason = facts.package(backend)
+    if not usable:
+        return ('unavailable', reason, 'availability'), ()
+    if platform == ANY:
+        return None, ()
+    first = signature.tensors[0] if signature.tensors else None
+    allowed = backend.devices if not isinstance(backend.devices, Mapping) else backend.devices.get(first or '')
+    if platform == 'meta' and backend.kind in ('vendor', 'native') and 'meta' not in (allowed or ()):
+        return ('unavailable', 'meta tensors have no data to run on', 'devices'), ()
+    if platform == NO_TENSOR:
+        return (('unavailable', 'the call has no tensor argument', 'devices'), ()) if allowed else (None, ())
+    if allowed and platform not in allowed:
+        return ('unavailable', f'runs on {", ".join(allowed)}; {first!r} is on {platform}', 'devices'), ()
+    if not _depends_on_device(backend) or platform == 'meta':
+        return None, ()
+    return _per_device(backend, platform, facts)
+
+
+def _per_device(
+    backend: BaseBackend, platform: str, facts: Facts
+) -> tuple[tuple[str, Reason, str] | None, tuple[Test, ...]]:
+    devices = facts.devices(platform) or (Device(platform),)
+    verdicts = {device.index: facts.device(backend, device) for device in devices}
+    bad = {index: reason for index, (usable, reason) in verdicts.items() if not usable}
+    if not bad:
+        return None, ()
+    if len(bad) == len(verdicts) and len(set(bad.values())) == 1:
+        return ('unavailable', next(iter(bad.values())), 'availability'), ()
+    name = f'_d_bad_{backend.backend_type}_{platform}'
+    name = ''.join(c if c.isalnum() else '_' for c in name)
+    reads = f'{name}[_d_x.get_device()]'
+    test = Test(f'_d_x.get_device() in {name}', 'this device: %s', reads, {name: bad})
+    return None, (test,)
+
+
+def _declared_tests(signature: Signature, backend: BaseBackend) -> list[Test]:
+    """Tests for the facts a backend declares: other devices, dtypes, grad."""
+    tests = []
+    if backend.grad == 'none' and (signature.tensors or signature.tensor_groups):
+        tests += _grad_tests(signature)
+    for name, allowed in _per_parameter(signature, backend.dtypes).items():
+        binding = _binding('dtypes', backend, name)
+        words = ', '.join(str(dtype).removeprefix('torch.') for dtype in allowed)
+        read = name if not signature.is_optional_tensor(name) else f'getattr({name}, "dtype", None)'
+        read = f'{name}.dtype' if read == name else read
+        absent = f'{name} is not None and ' if read != f'{name}.dtype' else ''
+        reason = f'dtype of {name!r} must be {words}, got %s'
+        tests.append(Test(f'{absent}{read} not in {binding}', reason, read, {binding: tuple(allowed)}))
+    if isinstance(backend.devices, Mapping):
+        for name, platforms in backend.devices.items():
+            if name not in signature.names or name == (signature.tensors or (None,))[0]:
+                continue
+            binding = _binding('devices', backend, name)
+            reason = f'{name!r} must be on {", ".join(platforms)}, is on %s'
+            tests.append(
+                Test(
+                    f'{name} is not None and _d_platform({name}) not in {binding}',
+                    reason,
+                    f'_d_platform({name})',
+                    {binding: tuple(platforms)},
+                )
+            )
+    return tests
+
+
+def _binding(what: str, backend: BaseBackend, parameter: str) -> str:
+    text = f'_d_{what}_{backend.backend_type}_{parameter}'
+    return ''.join(c if c.isalnum() else '_' for c in text)
+
+
+def _per_parameter(
+    signature: Signature, declared: Sequence[torch.dtype] | Mapping[str, Sequence[torch.dtype]] | None
+) -> Mapping[str, Sequence[torch.dtype]]:
+    if declared is None:
+        return {}
+    if isinstance(declared, Mapping):
+        return {name: dtypes for name, dtypes in declared.items() if name in signature.names}
+    return {signature.tensors[0]: declared} if signature.tensors else {}
+
+
+def _grad_tests(signature: Signature) -> list[Test]:
+    """An inference-only backend must not serve a call whose result is differentiated, in reverse or forward mode."""
+    needs = []
+    for name in signature.tensors:
+        if not signature.annotated:
+            needs.append(f'getattr({name}, "requires_grad", False)')
+        elif signature.is_optional_tensor(name):
+            needs.append(f'({name} is not None and {name}.requires_grad)')
+        else:
+            needs.append(f'{name}.requires_grad')
+    needs += [f'_d_any_grad({name})' for name in signature.tensor_groups]
+    backward = f'_d_grad_enabled() and ({" or ".join(needs)})'
+    return [
+        Test(backward, 'inference only, and a tensor argument requires grad'),
+        Test('_d_forward_ad._current_level >= 0', 'inference only, and forward-mode AD is active'),
+    ]
+
+
+def _missing_tests(signature: Signature, member: Member) -> list[Test]:
+    """A parameter that the method does not name must hold its default."""
+    tests = []
+    for name in member.call.missing if member.call else ():
+        default = signature.default(name)
+        reason = f'argument {name} is not supported'
+        if default is EMPTY:
+            tests.append(Test('True', f'{reason}, and it is required'))
+        elif default is None:
+            tests.append(Test(f'{name} is not None', reason))
+        else:
+            binding = f'_d_default_{name}'
+            fast = f'{name} is not {default!r} and ' if isinstance(default, bool) else ''
+            tests.append(Test(f'{fast}not _d_same({name}, {binding})', reason, bindings={binding: default}))
+    for rest, prefix in ((signature.var_positional, '*'), (signature.var_keyword, '**')):
+        if rest and member.call and f'{prefix}{rest}' not in member.call.arguments:
+            tests.append(Test(rest, f'arguments {prefix}{rest} are not supported'))
+    return tests

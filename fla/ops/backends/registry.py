@@ -1,0 +1,321 @@
+"""Who is registered.
+
+A registry holds the backends of one operation. Nothing is ever lost: a registration that covers another one of the same
+name is taken back by its handle, and what it covered serves again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fla.ops.backends import logs
+from fla.ops.backends.backend import KINDS, RESERVED_NAMES, BaseBackend
+from fla.ops.backends.errors import RegistrationError, unknown_name
+from fla.ops.backends.locking import lock
+from fla.utils.devices import PLATFORMS
+
+if TYPE_CHECKING:
+    from fla.ops.backends.dispatcher import Dispatcher
+
+_serials = itertools.count()
+
+Listener = Callable[[str, 'BackendRegistry', 'Registration'], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Registration:
+    """One call of `register()`.
+
+    Attributes:
+        backend: the instance, None while a path has not been imported or cannot be.
+        path: 'module:Class' it was registered by, None for an instance.
+        origin: file:line of the call.
+        error: why the path cannot be imported.
+        position: place among equals; a replacement inherits it.
+        by: who called: the operation's own 'package', a 'plugin', or the 'user'.
+    """
+
+    backend: BaseBackend | None
+    path: str | None
+    origin: str
+    serial: int
+    position: int
+    error: str | None = None
+    by: str = 'user'
+
+    @property
+    def name(self) -> str:
+        """The backend's name, its path as long as that is all that is known."""
+        return self.backend.backend_type if self.backend is not None else str(self.path)
+
+
+class Handle:
+    """What `register()` returns: takes the registration back."""
+
+    def __init__(self, registry: BackendRegistry, serial: int) -> None:
+        self._registry, self._serial = registry, serial
+
+    def remove(self) -> None:
+        """Undo the registration; what it covered serves again. A second call does nothing."""
+        self._registry._remove(self._serial)
+
+
+class BackendRegistry:
+    """The backends of one operation. `BackendRegistry('kda')` is the same object each time.
+
+    Args:
+        operation: such as 'kda', or '*' for backends that serve every operation of the namespace.
+        dispatcher: the namespace; default: fla's own.
+    """
+
+    operation: str
+    dispatcher: Dispatcher
+
+    def __new__(cls, operation: str, dispatcher: Dispatcher | None = None) -> BackendRegistry:
+        from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
+
+        if not isinstance(operation, str) or not operation.strip():
+            raise TypeError(f"operation must be a name such as 'kda', got {operation!r}")
+        owner = dispatcher if isinstance(dispatcher, Dispatcher) else default_dispatcher()
+        with lock:
+            known = owner.registries.get(operation)
+            if known is None:
+                known = super().__new__(cls)
+                known.operation, known.dispatcher = operation, owner
+                known._entries, known._own, known._listeners = (), (), ()
+                owner.registries[operation] = known
+        return known
+
+    _entries: tuple[Registration, ...]
+    _own: tuple[Registration, ...]
+    _listeners: tuple[Listener, ...]
+
+    def __repr__(self) -> str:
+        return f'<BackendRegistry {self.operation!r}: {", ".join(r.name for r in self.registrations()) or "empty"}>'
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def registrations(self) -> tuple[Registration, ...]:
+        """What is in force: the newest registration of each name, in order of first registration."""
+        newest = {entry.name: entry for entry in self._entries}
+        return tuple(sorted(newest.values(), key=lambda entry: entry.position))
+
+    def __iter__(self) -> Iterator[BaseBackend]:
+        return iter([entry.backend for entry in self.registrations() if entry.backend is not None])
+
+    def __len__(self) -> int:
+        return len(self.registrations())
+
+    def __contains__(self, name: object) -> bool:
+        return any(entry.name == name for entry in self.registrations())
+
+    def get(self, name: str) -> BaseBackend | None:
+        """The backend of that name, None if there is none."""
+        return next((backend for backend in self if backend.backend_type == name), None)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def register(self, backend: BaseBackend | str) -> Handle:
+        """Add a backend.
+
+        Args:
+            backend: an instance, or a path 'package.module:Class' that is imported when the operation is first used; its
+                import error is kept as the reason of this one backend and harms no other.
+
+        Raises:
+            TypeError: for anything else.
+            RegistrationError: for a declaration that cannot be right, and under strict mode for one that drifts from the
+                public function.
+            FrozenError: while dispatch is frozen.
+        """
+        self.dispatcher.refuse_if_frozen('register a backend')
+        if isinstance(backend, type) and issubclass(backend, BaseBackend):
+            raise TypeError(f'register() takes an instance: register({backend.__name__}())')
+        path = None
+        if isinstance(backend, str):
+            path = backend
+            module, _, name = path.partition(':')
+            if not all(part.isidentifier() for part in module.split('.')) or not name.isidentifier():
+                raise TypeError(f"a path must look like 'package.module:Class', got {backend!r}")
+        elif not isinstance(backend, BaseBackend):
+            raise TypeError(f'register() takes an instance of BaseBackend or a path "module:Class", got {backend!r}')
+        instance = backend if isinstance(backend, BaseBackend) else None
+        frame = sys._getframe(1)
+        origin = f'{frame.f_code.co_filename}:{frame.f_lineno}'
+        if instance is not None:
+            check_declaration(instance)
+            self.dispatcher.check_registration(self, instance, origin)
+        serial = next(_serials)
+        entry = Registration(instance, path, origin, serial, serial, by=self._who(frame.f_globals.get('__name__', '')))
+        with lock:
+            entry = self._add(entry)
+        self._tell('registered', entry)
+        return Handle(self, entry.serial)
+
+    def _who(self, module: str) -> str:
+        own = self.dispatcher.discovery.module_of(self.operation)
+        return 'package' if f'{module}.'.startswith(f'{own}.') else self.dispatcher.who_registers()
+
+    def _add(self, entry: Registration) -> Registration:
+        covered = next((old for old in self.registrations() if old.name == entry.name), None)
+        kept = self._entries
+        if covered is not None:
+            entry = replace(entry, position=covered.position)
+            if _same_source(covered, entry):
+                kept = tuple(old for old in kept if old is not covered)
+            else:
+                logs.logger.warning(
+                    'operation %r: backend %r is registered from %s and again from %s; the newest is used',
+                    self.operation,
+                    entry.name,
+                    covered.origin,
+                    entry.origin,
+                )
+        self._entries = (*kept, entry)
+        if entry.by == 'package':
+            self._own = (*(old for old in self._own if old.name not in (entry.name, entry.path)), entry)
+        self.dispatcher.registry_changed(self)
+        return entry
+
+    def _remove(self, serial: int) -> None:
+        self.dispatcher.refuse_if_frozen('remove a backend')
+        with lock:
+            gone = next((entry for entry in self._entries if entry.serial == serial), None)
+            if gone is None:
+                return
+            self._entries = tuple(entry for entry in self._entries if entry is not gone)
+            self.dispatcher.registry_changed(self)
+        self._tell('removed', gone)
+
+    def unregister(self, name: str) -> None:
+        """Remove every registration of that name.
+
+        Raises:
+            UnknownNameError: if there is none.
+        """
+        serials = [entry.serial for entry in self._entries if entry.name == name]
+        if not serials:
+            raise unknown_name('backend', name, [entry.name for entry in self._entries], f' in operation {self.operation!r}')
+        for serial in serials:
+            self._remove(serial)
+
+    def add_listener(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener(event, registry, registration)` after each 'registered' and 'removed'; returns a function that
+        ends it. Listeners run outside the lock."""
+        with lock:
+            self._listeners = (*self._listeners, listener)
+
+        def end() -> None:
+            with lock:
+                self._listeners = tuple(known for known in self._listeners if known is not listener)
+
+        return end
+
+    def _reset(self) -> None:
+        """Called under the lock: only what the operation's own package registered remains, removed or not."""
+        self._entries = self._own
+        self._listeners = ()
+
+    def _tell(self, event: str, entry: Registration) -> None:
+        for listener in (*self._listeners, *self.dispatcher.listeners):
+            try:
+                listener(event, self, entry)
+            except Exception:
+                logs.logger.exception('listener %r failed on %s of %r', listener, event, entry.name)
+
+    # -- paths --------------------------------------------------------------------------------------------------------
+
+    def import_paths(self) -> None:
+        """Import what is registered by path and not imported yet. Each failure stays with its own registration."""
+        for entry in self._entries:
+            if entry.backend is None and entry.error is None:
+                self._import(entry)
+
+    def _import(self, entry: Registration) -> None:
+        module, _, name = str(entry.path).partition(':')
+        loaded = entry
+        try:
+            found = getattr(importlib.import_module(module), name)
+            backend = found() if isinstance(found, type) else found
+            if not isinstance(backend, BaseBackend):
+                raise TypeError(f'{entry.path} is {backend!r}, not a BaseBackend')
+            check_declaration(backend)
+            self.dispatcher.check_registration(self, backend, entry.origin)
+            loaded = replace(entry, backend=backend)
+        except Exception as error:
+            loaded = replace(entry, error=f'{type(error).__name__}: {error}')
+            optional = isinstance(error, ModuleNotFoundError) and (error.name or '').split('.')[0] != module.split('.')[0]
+            level = logging.INFO if optional else logging.WARNING
+            logs.logger.log(
+                level,
+                'backend %s (registered at %s) is out: %s',
+                entry.path,
+                entry.origin,
+                loaded.error,
+                exc_info=not optional,
+            )
+        with lock:
+            if entry in self._entries:
+                self._entries = tuple(old for old in self._entries if old is not entry)
+                self._add(loaded)
+
+
+def _same_source(one: Registration, other: Registration) -> bool:
+    """Whether two registrations are one piece of code that ran twice (a notebook cell, a reloaded module)."""
+    if one.path is not None or other.path is not None:
+        return one.path == other.path
+    a, b = type(one.backend), type(other.backend)
+    return (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__) and _place(one) == _place(other)
+
+
+def _place(entry: Registration) -> tuple[str, str]:
+    """Where a registration stands; a notebook cell gets a new file name each time it runs."""
+    file, _, line = entry.origin.rpartition(':')
+    return ('<notebook>' if file.startswith('<ipython') or 'ipykernel' in file else file), line
+
+
+def check_declaration(backend: BaseBackend) -> None:
+    """What a backend says of itself, checked once at registration.
+
+    Raises:
+        RegistrationError: names the attribute, what it is and what it may be.
+    """
+
+    def wrong(attribute: str, allowed: str) -> RegistrationError:
+        value = getattr(backend, attribute)
+        return RegistrationError(f'{type(backend).__qualname__}.{attribute} is {value!r}; it must be {allowed}')
+
+    name = backend.backend_type
+    if not isinstance(name, str) or not name.strip() or name == 'base' or set(name) & set(' ,|;=:'):
+        raise wrong('backend_type', 'a name of its own without spaces and without , | ; = :')
+    if backend.kind not in ('vendor', 'native', 'reference'):
+        raise wrong('kind', "'vendor', 'native' or 'reference'")
+    taken = [word for word in (*RESERVED_NAMES, *KINDS) if name.casefold() == word]
+    if taken and not (name == 'reference' and backend.kind == 'reference'):
+        raise wrong('backend_type', f'something else: {", ".join(dict.fromkeys((*RESERVED_NAMES, *KINDS)))} are reserved')
+    if isinstance(backend.priority, bool) or not isinstance(backend.priority, (int, float)):
+        raise wrong('priority', 'a number; lower is asked earlier')
+    if backend.grad not in ('none', 'backward'):
+        raise wrong('grad', "'none' (inference only) or 'backward'")
+    _check_platforms(backend, wrong)
+    capability = backend.min_capability
+    if capability is not None and not (isinstance(capability, tuple) and all(isinstance(n, int) for n in capability)):
+        raise wrong('min_capability', 'a tuple such as (9, 0)')
+    if isinstance(backend.extra_env, str) or not all(isinstance(n, str) for n in backend.extra_env):
+        raise wrong('extra_env', 'a tuple of variable names')
+    if backend.env_var is not None and (not isinstance(backend.env_var, str) or not backend.env_var.strip()):
+        raise wrong('env_var', 'the name of an environment variable, or None')
+
+
+def _check_platforms(backend: BaseBackend, wrong: Callable[[str, str], RegistrationError]) -> None:
+    declared: Any = backend.devices
+    groups = list(declared.values()) if hasattr(declared, 'values') else [declared] if declared is not None else []
+    for group in groups:
+        if isinstance(group, str) or any(platform not in PLATFORMS for platform in group):
+            raise wrong('devices', f'a tuple of platforms ({", ".join(PLATFORMS)}), or one per parameter')

@@ -1,0 +1,146 @@
+"""Policy scopes: `with use_backend('tilelang', op='kda'): ...`
+
+A scope is process-wide, because the backward of a CUDA graph runs on another thread and because a ContextVar breaks
+Dynamo. Each pushes a token and its exit removes that token, so that interleaved threads and generators cannot bring back a
+stale policy. What must differ between two models in one process is bound (`chunk_kda.bind(...)`), not scoped.
+
+Entered inside a region that Dynamo traces, a scope changes nothing in the process: it adds its policy to an attribute that
+Dynamo tracks (and takes back by itself when a trace restarts or is given up). The generated code looks there while it is
+traced, and only then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fla.ops.backends import logs
+from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
+from fla.ops.backends.errors import DispatchError
+from fla.ops.backends.policy import Layer, Policy, State
+
+_tokens = itertools.count()
+_holders: dict[int, int] = {}
+
+
+class Scope:
+    """A policy for the duration of a `with` block. It may be entered again, also while it is in force."""
+
+    def __init__(self, verb: str, spec: tuple[Any, ...], dispatcher: Dispatcher) -> None:
+        self.verb, self.spec, self.dispatcher = verb, spec, dispatcher
+        self.entered: list[int] = []
+
+    def __enter__(self) -> Scope:
+        if torch.compiler.is_dynamo_compiling():
+            virtual = self.dispatcher.virtual
+            virtual.layers = (*virtual.layers, self.spec)
+        else:
+            self.entered.append(self._push())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            virtual = self.dispatcher.virtual
+            virtual.layers = virtual.layers[:-1]
+        else:
+            leave(self.dispatcher, self.entered.pop())
+
+    def _push(self) -> int:
+        dispatcher, policy = self.dispatcher, Policy(*self.spec)
+        if policy.use and dispatcher.baseline:
+            variable = dispatcher.environment.name('DISABLE_BACKEND_DISPATCH')
+            raise DispatchError(f'{self.verb}: {variable} was set at import, so that nothing is dispatched; unset it')
+        dispatcher.refuse_if_frozen(f'enter {self.verb}')
+        dispatcher.check_policy(policy)
+        frame = sys._getframe(2)
+        source = f'{self.verb} at {frame.f_code.co_filename}:{frame.f_lineno}'
+        return enter(dispatcher, self.verb, Layer(policy, source))
+
+
+def enter(dispatcher: Dispatcher, verb: str, layer: Layer, pinned: State | None = None) -> int:
+    """Push a scope; returns the token that `leave` takes."""
+    token, me = next(_tokens), threading.get_ident()
+    if any(thread != me for thread in list(_holders.values())):
+        logs.warn_once(
+            ('scope threads',),
+            '%s is entered while another thread holds a scope. Scopes are process-wide: bind() what must '
+            'differ between threads.',
+            verb,
+        )
+    _holders[token] = me
+    dispatcher.push_scope(token, layer, pinned)
+    return token
+
+
+def leave(dispatcher: Dispatcher, token: int) -> None:
+    """Remove a scope, wherever it stands."""
+    _holders.pop(token, None)
+    dispatcher.pop_scope(token)
+
+
+def _spec(
+    use: tuple[str, ...] = (),
+    prefer: tuple[str, ...] = (),
+    allow: tuple[str, ...] | None = None,
+    deny: tuple[str, ...] = (),
+    op: str | None = None,
+    strict: bool | None = None,
+) -> tuple[Any, ...]:
+    """`Policy(...).spec` without making a Policy: Dynamo traces this."""
+    return (use, prefer, (), allow, deny, op, strict, None, None)
+
+
+def _need(verb: str, names: tuple[str, ...]) -> None:
+    if not names:
+        raise TypeError(f"{verb} needs at least one backend name, kind, 'vendor:NAME' or 'impl:IMPL_ID'")
+
+
+def use_backend(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block only these backends may run, tried in this order; a call that none of them accepts raises.
+
+    Overrides toggles, lists and preferences, and says so in `explain`.
+
+    Args:
+        *names: backend names, kinds ('vendor', 'native', 'default', 'reference'), 'vendor:NAME' or 'impl:IMPL_ID'.
+        op: operation ('kda') or function ('kda.chunk_kda'). None: every function that has such a backend.
+        dispatcher: the namespace; default: fla's own.
+
+    Raises:
+        UnknownNameError: on entering, for names nobody knows.
+    """
+    _need('use_backend()', names)
+    return Scope('use_backend()', _spec(use=names, op=op), dispatcher or default_dispatcher())
+
+
+def prefer_backend(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block these backends are asked first. Arguments as for `use_backend`."""
+    _need('prefer_backend()', names)
+    return Scope('prefer_backend()', _spec(prefer=names, op=op), dispatcher or default_dispatcher())
+
+
+def allow_backends(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block only these backends are allowed; without names, none is. Arguments as for `use_backend`."""
+    return Scope('allow_backends()', _spec(allow=names, op=op), dispatcher or default_dispatcher())
+
+
+def deny_backends(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block these backends are not allowed. Arguments as for `use_backend`."""
+    _need('deny_backends()', names)
+    return Scope('deny_backends()', _spec(deny=names, op=op), dispatcher or default_dispatcher())
+
+
+def policy_context(policy: Policy, *, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block `policy` stands above all others."""
+    if not isinstance(policy, Policy):
+        raise TypeError(f'policy_context() takes a Policy, got {policy!r}')
+    return Scope('policy_context()', policy.spec, dispatcher or default_dispatcher())
+
+
+def strict_mode(on: bool = True, *, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block backend bugs and unmet wishes raise (or, with `on=False`, do not)."""
+    return Scope('strict_mode()', _spec(strict=bool(on), op=op), dispatcher or default_dispatcher())

@@ -1,0 +1,186 @@
+"""What ran: a record of calls while somebody asks for it.
+
+The code that records is part of the plan of a tracing state; without a trace it does not exist. Compiled regions run no
+Python: each dispatched call in them is recorded once, when it is traced, and marked so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
+from fla.ops.backends.errors import DispatchError
+from fla.ops.backends.locking import lock
+
+if TYPE_CHECKING:
+    from fla.ops.backends.entry import Entry
+
+
+@dataclass(frozen=True)
+class Record:
+    """One dispatched call.
+
+    Attributes:
+        function: 'operation.function'.
+        backend: which one ran.
+        tensors: parameter → (dtype, shape, device) of tensor arguments; empty for a compiled call.
+        flags: parameter → value of the arguments that are plain numbers, booleans and strings, where not at their default.
+        compiled: recorded while a region was traced, not at a call.
+    """
+
+    function: str
+    backend: str
+    tensors: Mapping[str, tuple[str, tuple[int, ...], str]]
+    flags: Mapping[str, Any]
+    compiled: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready values."""
+        tensors = {name: {'dtype': d, 'shape': list(s), 'device': v} for name, (d, s, v) in self.tensors.items()}
+        return {
+            'function': self.function,
+            'backend': self.backend,
+            'tensors': tensors,
+            'flags': dict(self.flags),
+            'compiled': self.compiled,
+        }
+
+
+class Trace:
+    """Records the dispatched calls of the whole process while it is entered.
+
+    Args:
+        limit: how many records are kept, the newest. Counters count all.
+        dispatcher: the namespace; default: fla's own.
+    """
+
+    def __init__(self, limit: int = 100_000, dispatcher: Dispatcher | None = None) -> None:
+        if limit < 1:
+            raise ValueError(f'limit must be at least 1, got {limit}')
+        self.dispatcher = dispatcher or default_dispatcher()
+        self.records: deque[Record] = deque(maxlen=limit)
+        self.counters: Counter[tuple[str, str]] = Counter()
+
+    def __enter__(self) -> Trace:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to record."""
+        dispatcher = self.dispatcher
+        dispatcher.state()
+        with lock:
+            dispatcher.traces = (*dispatcher.traces, self)
+            dispatcher.push()
+
+    def stop(self) -> None:
+        """End recording; what was recorded stays."""
+        with lock:
+            self.dispatcher.traces = tuple(running for running in self.dispatcher.traces if running is not self)
+            self.dispatcher.push()
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(tuple(self.records))
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def add(self, entry: Entry, backend: str, arguments: Mapping[str, Any] | None) -> None:
+        """Called by generated code; `arguments` is None for a call that is being compiled."""
+        tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
+        flags: dict[str, Any] = {}
+        for name, value in (arguments or {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[name] = str(value.dtype).removeprefix('torch.'), tuple(value.shape), str(value.device)
+            elif isinstance(value, (bool, int, float, str)) and value != entry.signature.default(name):
+                flags[name] = value
+        self.records.append(Record(entry.key, backend, tensors, flags, arguments is None))
+        with lock:
+            self.counters[entry.key, backend] += 1
+
+    def last_backend(self, function: str) -> str:
+        """The backend that ran last for a function ('kda.chunk_kda', or 'kda' for any of the operation).
+
+        Raises:
+            LookupError: if no such call was recorded.
+        """
+        for record in reversed(tuple(self.records)):
+            if record.function == function or record.function.rpartition('.')[0] == function:
+                return record.backend
+        raise LookupError(f'no call of {function!r} was recorded; recorded: {sorted({r.function for r in self.records})}')
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The records and counters as JSON, also written to `path` if given."""
+        counters = [{'function': f, 'backend': b, 'calls': n} for (f, b), n in sorted(self.counters.items())]
+        text = json.dumps({'records': [r.to_dict() for r in self], 'counters': counters}, indent=1, default=str)
+        if path is not None:
+            Path(path).write_text(text, encoding='utf-8')
+        return text
+
+    def summary(self) -> str:
+        """A table of the counters."""
+        return '\n'.join(f'{f:<48} {b:<16} {n:>8}' for (f, b), n in sorted(self.counters.items()))
+
+
+def trace(limit: int = 100_000, dispatcher: Dispatcher | None = None) -> Trace:
+    """`with trace() as t:` records every dispatched call of the process; see `Trace`."""
+    return Trace(limit, dispatcher)
+
+
+def _running(dispatcher: Dispatcher | None) -> Trace:
+    traces = (dispatcher or default_dispatcher()).traces
+    if not traces:
+        raise DispatchError(
+            'nothing is recorded: use `with trace() as t:`, or set FLA_DISPATCH_TRACE=1 before the first call'
+        )
+    return traces[-1]
+
+
+def last_backend(function: str, dispatcher: Dispatcher | None = None) -> str:
+    """The backend that ran last, while a trace is running.
+
+    Raises:
+        DispatchError: if none is.
+        LookupError: if no such call was recorded.
+    """
+    return _running(dispatcher).last_backend(function)
+
+
+def counters(dispatcher: Dispatcher | None = None) -> dict[tuple[str, str], int]:
+    """Calls by (function, backend), while a trace is running.
+
+    Raises:
+        DispatchError: if none is.
+    """
+    return dict(_running(dispatcher).counters)
+
+
+_environment_traces: dict[int, Trace] = {}
+
+
+def start_environment_trace(dispatcher: Dispatcher) -> None:
+    """For FLA_DISPATCH_TRACE=1: record from now on, and print the counters at exit."""
+    if id(dispatcher) in _environment_traces:
+        return
+    running = _environment_traces[id(dispatcher)] = Trace(dispatcher=dispatcher)
+    with lock:
+        dispatcher.traces = (*dispatcher.traces, running)
+
+    def report() -> None:
+        if running.counters:
+            print(f'dispatched calls of {dispatcher.namespace}:\n{running.summary()}', file=sys.stderr)
+
+    atexit.register(report)

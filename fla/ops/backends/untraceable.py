@@ -1,0 +1,83 @@
+"""What a verifier must not do if compiled code is to ask it, and how to find it without running it.
+
+Read off the bytecode, so that it needs no source and costs microseconds. `COMPILED` names what makes a verifier unfit for a
+trace; the framework skips such a backend in compiled code (with one warning), and the lint reports it.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+# name loaded by the verifier → (what is wrong with it, what to do instead)
+COMPILED = {
+    'environ': (
+        'reads the environment: a change is not seen by compiled callers',
+        'declare env_var or extra_env on the backend',
+    ),
+    'getenv': (
+        'reads the environment: a change is not seen by compiled callers',
+        'declare env_var or extra_env on the backend',
+    ),
+    'data_ptr': (
+        'reads data_ptr: a trace sees a wrong constant',
+        'test stride and shape; align inside the implementation',
+    ),
+    'is_inference_mode_enabled': ('asks for inference mode: it cannot be traced', 'use `not torch.is_grad_enabled()`'),
+    'is_inference': ('asks for inference mode: it cannot be traced', 'use `not torch.is_grad_enabled()`'),
+    'storage_offset': ('reads storage_offset: it cannot be traced', 'test stride and shape'),
+    'get_float32_matmul_precision': (
+        'reads the matmul precision: it cannot be traced',
+        'use torch.backends.cuda.matmul.allow_tf32',
+    ),
+    'getLogger': ('logs: it cannot be traced', 'return the reason instead'),
+    'logger': ('logs: it cannot be traced', 'return the reason instead'),
+    'logging': ('logs: it cannot be traced', 'return the reason instead'),
+    'warn': ('warns: it cannot be traced', 'return the reason instead'),
+    'print': ('prints: it cannot be traced', 'return the reason instead'),
+    'perf_counter': ('reads a clock: it cannot be traced', 'decide on the arguments alone'),
+}
+
+_LOADS = ('LOAD_GLOBAL', 'LOAD_NAME', 'LOAD_ATTR', 'LOAD_METHOD', 'LOAD_DEREF')
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing in a function's code: where, what, and the remedy."""
+
+    file: str
+    line: int
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f'{self.file}:{self.line}: {self.problem}; {self.remedy}'
+
+
+def codes_of(function: Callable[..., Any]) -> list[CodeType]:
+    """The code of a function and of the functions defined inside it."""
+    code = getattr(getattr(function, '__func__', function), '__code__', None)
+    found = [code] if code is not None else []
+    for known in found:
+        found += [constant for constant in known.co_consts if isinstance(constant, CodeType)]
+    return found
+
+
+def findings(function: Callable[..., Any]) -> list[Finding]:
+    """What makes a verifier unfit for compiled code."""
+    found = []
+    for code in codes_of(function):
+        if not COMPILED.keys() & {*code.co_names, *code.co_freevars}:
+            continue
+        line = code.co_firstlineno
+        for instruction in dis.get_instructions(code):
+            if instruction.starts_line:
+                # a line number before Python 3.13, a flag beside `line_number` since
+                line = getattr(instruction, 'line_number', instruction.starts_line)
+            if instruction.opname in _LOADS and instruction.argval in COMPILED:
+                problem, remedy = COMPILED[instruction.argval]
+                found.append(Finding(code.co_filename, line, problem, remedy))
+    return found

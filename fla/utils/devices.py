@@ -1,0 +1,170 @@
+"""Facts about devices, read when asked for and never at import.
+
+A *platform* is the hardware family a kernel is written for. `cuda` never includes ROCm, although a ROCm tensor says
+`is_cuda` and an MI300 reports capability (9, 4), which would pass for a Hopper successor.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+PLATFORMS = ('cpu', 'cuda', 'rocm', 'xpu', 'npu', 'mps', 'meta')
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device as selection sees it: its platform, index, name and (on `cuda` and `rocm`) compute capability."""
+
+    platform: str
+    index: int = 0
+    name: str = ''
+    capability: tuple[int, int] | None = None
+
+    @property
+    def kind(self) -> tuple[str, str, tuple[int, int] | None]:
+        """What two interchangeable devices share."""
+        return self.platform, self.name, self.capability
+
+
+# Devices that explain(platform=...) can speak about on a machine that lacks them.
+KNOWN_DEVICES = {
+    'cpu': Device('cpu', name='CPU'),
+    'meta': Device('meta', name='meta'),
+    'a100': Device('cuda', name='NVIDIA A100', capability=(8, 0)),
+    'a10': Device('cuda', name='NVIDIA A10', capability=(8, 6)),
+    'l4': Device('cuda', name='NVIDIA L4', capability=(8, 9)),
+    'rtx4090': Device('cuda', name='NVIDIA GeForce RTX 4090', capability=(8, 9)),
+    'h100': Device('cuda', name='NVIDIA H100', capability=(9, 0)),
+    'h200': Device('cuda', name='NVIDIA H200', capability=(9, 0)),
+    'b200': Device('cuda', name='NVIDIA B200', capability=(10, 0)),
+    'rtx5090': Device('cuda', name='NVIDIA GeForce RTX 5090', capability=(12, 0)),
+    'mi250': Device('rocm', name='AMD Instinct MI250', capability=(9, 0)),
+    'mi300x': Device('rocm', name='AMD Instinct MI300X', capability=(9, 4)),
+    'xpu': Device('xpu', name='Intel GPU'),
+    'npu': Device('npu', name='Ascend NPU'),
+    'mps': Device('mps', name='Apple GPU'),
+}
+
+
+def is_rocm_build() -> bool:
+    """Whether this torch was built for ROCm. Reads the build, not the driver."""
+    return torch.version.hip is not None
+
+
+def platform_of_type(device_type: str) -> str:
+    """The platform behind a `torch.device.type`: `cuda` is `rocm` on a ROCm build; unknown types name themselves."""
+    if device_type == 'cuda' and is_rocm_build():
+        return 'rocm'
+    return 'npu' if device_type in ('npu', 'privateuseone') else device_type
+
+
+def platform_of(tensor: torch.Tensor) -> str:
+    """The platform of a tensor; a FakeTensor counts as the device it pretends to be on."""
+    return platform_of_type(tensor.device.type)
+
+
+def devices_of(platform: str) -> tuple[Device, ...]:
+    """Every visible device of a platform. Only for `cuda` and `rocm` does this ask a driver."""
+    if platform not in ('cuda', 'rocm'):
+        return (Device(platform, name=platform),)
+    if (platform == 'rocm') != is_rocm_build() or not torch.cuda.is_available():
+        return ()
+    return tuple(_cuda_device(platform, index) for index in range(torch.cuda.device_count()))
+
+
+@functools.cache
+def _cuda_device(platform: str, index: int) -> Device:
+    return Device(
+        platform,
+        index,
+        torch.cuda.get_device_name(index),
+        tuple(torch.cuda.get_device_capability(index)),  # type: ignore[arg-type]
+    )
+
+
+def default_device() -> str:
+    """`torch.device` type of the machine's accelerator, else `'cpu'`. Asks the driver: call it where one is wanted."""
+    for name in ('cuda', 'xpu', 'npu', 'mps'):
+        backend = getattr(torch, name, None)
+        if backend is not None and hasattr(backend, 'is_available') and backend.is_available():
+            return name
+    return 'cpu'
+
+
+def capability_of(device: torch.device | int | str | None = None) -> tuple[int, int] | None:
+    """Compute capability of a CUDA device (NVIDIA only), None elsewhere. An index or None means a CUDA device."""
+    if is_rocm_build():
+        return None
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type != 'cuda':
+            return None
+        device = device.index
+    if not torch.cuda.is_available():
+        return None
+    return _cuda_device('cuda', torch.cuda.current_device() if device is None else device).capability
+
+
+def is_nvidia(device: torch.device | int | str | None = None) -> bool:
+    """Whether `device` (default: the current one) is an NVIDIA GPU."""
+    return capability_of(device) is not None
+
+
+def is_nvidia_hopper(device: torch.device | int | str | None = None) -> bool:
+    """Capability 9.x: H100, H200, GH200."""
+    return (capability_of(device) or (0, 0))[0] == 9
+
+
+def is_nvidia_blackwell(device: torch.device | int | str | None = None) -> bool:
+    """Capability 10.x to 12.x, data centre and consumer."""
+    return (capability_of(device) or (0, 0))[0] in (10, 11, 12)
+
+
+def is_nvidia_sm100(device: torch.device | int | str | None = None) -> bool:
+    """Capability 10.x: B100, B200, GB200."""
+    return (capability_of(device) or (0, 0))[0] == 10
+
+
+def is_nvidia_sm120(device: torch.device | int | str | None = None) -> bool:
+    """Capability 12.x: RTX 50."""
+    return (capability_of(device) or (0, 0))[0] == 12
+
+
+def is_amd(device: torch.device | int | str | None = None) -> bool:
+    """Whether this machine's CUDA-like device is an AMD GPU."""
+    return is_rocm_build() and torch.cuda.is_available()
+
+
+def is_intel(device: torch.device | int | str | None = None) -> bool:
+    """Whether this machine has an Intel GPU."""
+    return torch.xpu.is_available()
+
+
+def is_intel_alchemist(device: torch.device | int | str | None = None) -> bool:
+    """Whether the Intel GPU is an Arc A-series, which has no 64-bit floats."""
+    return is_intel() and '[0x56' in str(torch.xpu.get_device_properties(0))
+
+
+def is_npu(device: torch.device | int | str | None = None) -> bool:
+    """Whether this machine has an Ascend NPU."""
+    return hasattr(torch, 'npu') and bool(torch.npu.is_available())
+
+
+# Shared memory a thread block may use, in KiB, by the names kernels are tuned for.
+_SHARED_MEMORY = {'ada': 99, 'ampere': 163, 'hopper': 227, 'blackwell': 227}
+
+
+def check_shared_mem(arch: str = 'ampere', device: int | None = None) -> bool:
+    """Whether a thread block of `device` may use as much shared memory as one of `arch` (`ada`, `ampere`, `hopper`,
+    `blackwell`). False without a CUDA device."""
+    if arch not in _SHARED_MEMORY:
+        raise ValueError(f'arch must be one of {sorted(_SHARED_MEMORY)}, got {arch!r}')
+    if is_rocm_build() or not torch.cuda.is_available():
+        return False
+    index = torch.cuda.current_device() if device is None else device
+    limit = getattr(torch.cuda.get_device_properties(index), 'shared_memory_per_block_optin', 0)
+    return bool(limit >= _SHARED_MEMORY[arch] * 1024)

@@ -1,0 +1,22 @@
+"""Every test of the framework starts and ends with a fresh dispatcher, environment and Dynamo."""
+
+import logging
+import os
+import sys
+
+import pytest
+
+from fla.ops.backends import default_dispatcher, logs
+
+
+@pytest.fixture(autouse=True)
+def fresh_dispatch(monkeypatch):
+    for name in [n for n in os.environ if n.startswith('FLA_')]:
+        monkeypatch.delenv(name)
+    default_dispatcher().reset()
+    yield
+    default_dispatcher().reset()
+    logs.set_threshold(logging.WARNING)
+    logs.logger.setLevel(logging.NOTSET)
+    if 'torch._dynamo' in sys.modules:
+        sys.modules['torch._dynamo'].reset()
