@@ -67,9 +67,7 @@ class World:
         self.toggle = f'FLA_COMPILE_BENCH_{n}'
         # classes of its own, since a step may set an attribute of a class
         self.first = types.new_class('First', (First,), {}, lambda body: body.update(env_var=f'{self.toggle}_FIRST'))()
-        self.second = types.new_class(
-            'Second', (Second,), {}, lambda body: body.update(env_var=f'{self.toggle}_SECOND')
-        )()
+        self.second = types.new_class('Second', (Second,), {}, lambda body: body.update(env_var=f'{self.toggle}_SECOND'))()
         self.handle = self.registry.register(self.first)
         self.registry.register(self.second)
 

@@ -8,6 +8,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 
-IMPORT = """
+# As for a user, whose installer has compiled the sources: with bytecode, kept apart so that none is left in the tree.
+PREAMBLE = """
 import sys, time, torch
+sys.dont_write_bytecode, sys.pycache_prefix = False, {cache!r}
+"""
+
+IMPORT = """
 def touched(*_): raise RuntimeError('an accelerator was touched')
 torch._C._cuda_getDeviceCount = touched
 before = set(sys.modules)
@@ -30,7 +36,6 @@ print((time.perf_counter() - start) * 1e3, len(set(sys.modules) - before), 'trit
 
 # Each line: the first call of a function over its second, and how many modules the first call imported.
 FIRST_CALLS = """
-import sys, time, torch
 from _cases import CHUNK, accepts, dispatched, toggled
 functions = [dispatched(toggled(accepts, accepts, accepts)) for _ in range(4)]
 with torch.no_grad():
@@ -43,8 +48,15 @@ with torch.no_grad():
 """
 
 
+def in_fresh_processes(script: str, repeats: int) -> list[list[list[str]]]:
+    """The words of each line it prints, of each run but the first, which makes the bytecode."""
+    with tempfile.TemporaryDirectory() as cache:
+        runs = [in_fresh_process(PREAMBLE.format(cache=cache) + script) for _ in range(repeats + 1)]
+    return runs[1:]
+
+
 def in_fresh_process(script: str) -> list[list[str]]:
-    """The words of each line it prints. The process finds the modules this one does, and none of its switches."""
+    """The process finds the modules this one does, and none of its switches."""
     env = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
     env['PYTHONPATH'] = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     done = subprocess.run([sys.executable, '-c', script], env=env, capture_output=True, text=True, check=False)
@@ -66,11 +78,11 @@ def one_off_costs(repeats: int, skipped: list[str]) -> list[dict[str, Any]]:
         if not is_there(module):
             skipped.append(f'import {module}: not there yet')
             continue
-        runs = [in_fresh_process(IMPORT.format(module=module))[0] for _ in range(repeats)]
+        runs = [lines[0] for lines in in_fresh_processes(IMPORT.format(module=module), repeats)]
         name = f'import {module}, after torch'
         row(name, [float(ms) for ms, *_ in runs], ceiling, new_modules=int(runs[0][1]), triton=runs[0][2] == 'True')
 
-    runs = [in_fresh_process(FIRST_CALLS) for _ in range(repeats)]
+    runs = in_fresh_processes(FIRST_CALLS, repeats)
     first, later = [run[0] for run in runs], [line for run in runs for line in run[1:]]
     for name, lines in (('first plan of a process, three backends', first), ('first plan of a later function', later)):
         row(name, [float(ms) for ms, _ in lines], 2.0, new_modules=max(int(n) for _, n in lines))

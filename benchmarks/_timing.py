@@ -90,9 +90,7 @@ def quiet() -> Iterator[None]:
             gc.enable()
 
 
-def interleave(
-    bursts: Mapping[str, Burst], *, rounds: int, burst_ms: float, clock: Callable[[], int]
-) -> dict[str, Samples]:
+def interleave(bursts: Mapping[str, Burst], *, rounds: int, burst_ms: float, clock: Callable[[], int]) -> dict[str, Samples]:
     """Time every burst once per round, in shuffled order; each burst is sized to last about `burst_ms`."""
     calls = {}
     for name, burst in bursts.items():
@@ -148,9 +146,7 @@ def command() -> str:
 def parser(description: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=description)
     options.add_argument('--json', type=Path, metavar='PATH', help='also write the result here')
-    options.add_argument(
-        '--quick', action='store_true', help='fewer rounds: a check that it runs, not a figure to quote'
-    )
+    options.add_argument('--quick', action='store_true', help='fewer rounds: a check that it runs, not a figure to quote')
     return options
 
 

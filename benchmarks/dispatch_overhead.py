@@ -79,9 +79,7 @@ def measure(cases: list[Case], rounds: int) -> tuple[list[Result], dict[str, Sam
 @torch.no_grad()
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument(
-        '--explain-costs', action='store_true', help='primitive costs, and the code of what is too slow'
-    )
+    options.add_argument('--explain-costs', action='store_true', help='primitive costs, and the code of what is too slow')
     arguments = options.parse_args()
     rounds = 15 if arguments.quick else 151
 

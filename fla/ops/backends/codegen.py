@@ -77,6 +77,8 @@ class Actions:
     """What the entry point offers to generated code, by candidate. Each is called without arguments where Dynamo may meet
     it: such functions are marked constant and run while tracing."""
 
+    shows_reasons = False
+
     def bug(self, candidate: Candidate, method: str) -> Callable[[], None]:
         raise NotImplementedError
 
@@ -148,6 +150,8 @@ class Generator:
         self.w.line(f'return _d_self({self.forward})')
 
     stops_at_winner = True
+    # whether reasons are shown, so that a verifier's whole answer is needed and not just its first half
+    keeps_answer = True
 
     # -- structure ----------------------------------------------------------------------------------------------------
 
@@ -313,8 +317,11 @@ class Generator:
         no: Callable[[Candidate, str], None],
     ) -> None:
         with self.w.block('try:'):
-            self.w.line(f'_d_y = {call}')
-            self.w.line('_d_o = _d_y[0]')
+            if self.keeps_answer:
+                self.w.line(f'_d_y = {call}')
+                self.w.line('_d_o = _d_y[0]')
+            else:
+                self.w.line(f'_d_o = {call}[0]')
         with self.w.block('except Exception as _d_error:' if self.plan.policy.strict else 'except Exception:'):
             self.bug(c, tag, method)
         with self.w.block('else:'):
@@ -352,6 +359,7 @@ class Call(Generator):
     ) -> None:
         super().__init__(signature, plan, serial)
         self.actions, self.label, self.ranges, self.virtual = actions, label, ranges, virtual
+        self.keeps_answer = actions.shows_reasons
 
     def prelude(self) -> None:
         if self.ranges:

@@ -32,6 +32,7 @@ class Notes(Actions):
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
+        self.shows_reasons = logs.logger.isEnabledFor(logging.DEBUG)
 
     def _log_once(
         self, kind: str, c: Candidate, level: int, text: str, *args: object, trace: bool = False
@@ -129,7 +130,7 @@ class Notes(Actions):
         return note
 
     def reason(self, c: Candidate) -> Callable[[Any], None] | None:
-        if not logs.logger.isEnabledFor(logging.DEBUG):
+        if not self.shows_reasons:
             return None
         entry = self.entry
 

@@ -463,7 +463,7 @@ def _new_operators(declaration: _Declaration, origin: str) -> _Operators:
         return _default_fake_backward(now, args) if now.fake_backward is None else now.fake_backward(*args)
 
     def define(name: str, schema: str, run: Kernel, fake: Kernel) -> Any:
-        # Inductor may restride what it feeds an operator, but a verifier has looked at the strides (2.7: the older tag only).
+        # Inductor may restride what it feeds an operator, but a verifier has looked at the strides; 2.7 has the older tag.
         strides = getattr(torch.Tag, 'needs_exact_strides', torch.Tag.needs_fixed_stride_order)
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, strides))
         torch.library.impl(f'{namespace}::{name}', declaration.devices, run, lib=library)
