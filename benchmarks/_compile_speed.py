@@ -129,10 +129,10 @@ def dispatched_mix() -> Op:
 
 
 class Layer(nn.Module):
-    def __init__(self, op: Op, width: int) -> None:
+    def __init__(self, op: Op, weights: nn.ModuleDict) -> None:
         super().__init__()
         self.op = op
-        self.proj, self.beta, self.out = nn.Linear(width, 4 * width), nn.Linear(width, 2), nn.Linear(width, width)
+        self.proj, self.beta, self.out = weights['proj'], weights['beta'], weights['out']
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v, g = (part.unflatten(-1, (2, -1)) for part in self.proj(x).chunk(4, -1))
@@ -140,63 +140,77 @@ class Layer(nn.Module):
         return x + self.out(mixed.flatten(-2))
 
 
-def model(op: Op, width: int = 32, depth: int = 8) -> nn.Module:
+def make_weights(width: int, depth: int) -> list[nn.ModuleDict]:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer(op, width) for _ in range(depth))).eval()
+    shapes = {'proj': (width, 4 * width), 'beta': (width, 2), 'out': (width, width)}
+    return [nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()}) for _ in range(depth)]
 
 
-def compiled_model(op: Op, fullgraph: bool) -> Callable[[Tensor], Tensor]:
-    layers = model(op)
+def model(op: Op, weights: list[nn.ModuleDict]) -> nn.Module:
+    return nn.Sequential(*(Layer(op, one) for one in weights)).eval()
 
+
+def compiled_model(layers: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         return layers(x)
 
     # a code object of its own: Dynamo keeps its entries per code, and each model would walk the guards of the others
     own = types.FunctionType(forward.__code__.replace(), forward.__globals__, 'forward', None, forward.__closure__)
-    return torch.compile(own, fullgraph=fullgraph)
+    return torch.compile(own, **options)
+
+
+def hollow(graph: Any, examples: list[Tensor]) -> Callable[..., tuple[Tensor]]:
+    """A compiler whose programs do nothing: a call of one costs what Dynamo's guards and entry cost."""
+    result = torch.zeros_like(examples[0])
+    return lambda *_: (result,)
 
 
 @torch.no_grad()
 def steady_state(rounds: int, copies: int) -> list[dict[str, Any]]:
-    """The same model with and without dispatch, several copies of each.
+    """The same model with and without dispatch; then their guards alone, where all that dispatch adds must show.
 
-    Two copies of the *same* program differ by some percent for where their code and weights happen to lie: the best
-    copy of each round counts, and how far the copies lie apart is shown beside.
+    All models share their weights, for where weights happen to lie in memory makes 10 % between two copies of the same
+    program. What still differs between copies is shown beside; the best copy of each round counts.
     """
     torch._dynamo.reset()
     torch.set_num_threads(1)  # one thread, so that its CPU clock sees all of the work
-    x = torch.randn(1, 32, 32)
-    expected = model(mix)(x)
-    makers: dict[str, Callable[[], Op]] = {
-        'undispatched': lambda: mix,
-        'dispatched': dispatched_mix,
-        'control: behind compiler.disable': lambda: torch.compiler.disable(dispatched_mix()),
+    x, weights = torch.randn(1, 32, 32), make_weights(width=32, depth=8)
+    expected = model(mix, weights)(x)
+    whole, behind = {'fullgraph': True}, torch.compiler.disable
+    programs: dict[str, tuple[Callable[[], Op], dict[str, Any]]] = {
+        'undispatched': (lambda: mix, whole),
+        'dispatched': (dispatched_mix, whole),
+        'control: behind compiler.disable': (lambda: behind(dispatched_mix()), {}),
+        'guards alone: undispatched': (lambda: mix, {**whole, 'backend': hollow}),
+        'guards alone: dispatched': (dispatched_mix, {**whole, 'backend': hollow}),
     }
     bursts: dict[str, Burst] = {}
     for copy in range(copies):
-        for name, make in makers.items():
-            run = compiled_model(make(), fullgraph=not name.startswith('control'))
-            torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-4)
+        for name, (make, options) in programs.items():
+            run = compiled_model(model(make(), weights), **options)
+            result = run(x)
+            if 'backend' not in options:
+                torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
             bursts[f'{name} {copy}'] = burst_of(run, x)
     samples = timed(bursts, rounds=rounds, burst_ms=3.0)
-    best, spread = {}, {}
-    for name in makers:
+    rows, best = [], {}
+    for name in programs:
         mine = [samples[f'{name} {copy}'] for copy in range(copies)]
         best[name] = Samples(tuple(min(ns) for ns in zip(*(sample.ns for sample in mine), strict=True)))
-        spread[name] = max(sample.min for sample in mine) / min(sample.min for sample in mine)
-    base = best['undispatched']
-    return [
-        {
-            'name': name,
-            'us_min': round(sample.min / 1e3, 1),
-            'us_median': round(sample.median / 1e3, 1),
-            'ratio_min': round(sample.min / base.min, 3),
-            'ratio_median': round(sample.median / base.median, 3),
-            'copies_differ_by': round(spread[name], 3),
-            'target': 1.02 if name == 'dispatched' else None,
-        }
-        for name, sample in best.items()
-    ]
+        base = best['guards alone: undispatched' if name.startswith('guards') else 'undispatched']
+        spread = max(sample.min for sample in mine) / min(sample.min for sample in mine)
+        rows.append(
+            {
+                'name': name,
+                'us_min': round(best[name].min / 1e3, 1),
+                'us_median': round(best[name].median / 1e3, 1),
+                'ratio_min': round(best[name].min / base.min, 3),
+                'ratio_median': round(best[name].median / base.median, 3),
+                'copies_differ_by': round(spread, 3),
+                'target': 1.02 if name == 'dispatched' else None,
+            }
+        )
+    return rows
 
 
 def burst_of(run: Callable[[Tensor], Tensor], x: Tensor) -> Burst:

@@ -10,6 +10,8 @@ import torch
 
 torch.set_num_threads(1)
 
+pytest_plugins = ['tests.triton_support.plugin']
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # Asked only by a test that needs it: looking for a GPU may start its driver, which a later fork does not survive.

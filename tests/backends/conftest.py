@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from fla.ops.backends import default_dispatcher, logs
+from tests.backends.library import Library
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +21,12 @@ def fresh_dispatch(monkeypatch):
     logs.logger.setLevel(logging.NOTSET)
     if 'torch._dynamo' in sys.modules:
         sys.modules['torch._dynamo'].reset()
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A package of this test's own, importable while it runs."""
+    made = Library(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield made
+    made.forget()

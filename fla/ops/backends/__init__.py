@@ -95,13 +95,16 @@ def snapshot() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 
 def call_op(name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call a dispatched function by name, as in `call_op('kda.chunk_kda', q, k, v, g, beta)`."""
-    return default_dispatcher().entry(name).wrapper(*args, **kwargs)
+    return default_dispatcher().named(name)(*args, **kwargs)
 
 
 def resolve_op(name: str, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """The callable that a call would run, by name; without arguments, the dispatched function itself."""
-    entry = default_dispatcher().entry(name)
-    return entry.resolve(*args, **kwargs) if args or kwargs else entry.wrapper
+    function = default_dispatcher().named(name)
+    if not (args or kwargs):
+        return function
+    found: Callable[..., Any] = function.resolve(*args, **kwargs)  # type: ignore[attr-defined]
+    return found
 
 
 def set_log_level(level: int | str) -> None:

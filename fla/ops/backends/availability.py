@@ -35,20 +35,23 @@ class Availability:
 
     def package(self, backend: BaseBackend) -> Verdict:
         """Module, version, toolchain."""
-        known = self._package.get(id(backend))
+        # the answer goes where the question was not known: if all is forgotten meanwhile, it is forgotten, too
+        answers = self._package
+        known = answers.get(id(backend))
         if known is None:
-            known = self._package[id(backend)] = backend, _ask(backend, 'is_available')
+            known = answers[id(backend)] = backend, _ask(backend, 'is_available')
         return known[1]
 
     def device(self, backend: BaseBackend, device: Device) -> Verdict:
         """The declared capability and the backend's own probe, for devices of this kind."""
         key = id(backend), device.kind
-        known = self._device.get(key)
+        answers = self._device
+        known = answers.get(key)
         if known is None:
             verdict = capability_verdict(backend, device)
             if verdict[0]:
                 verdict = _ask(backend, 'probe', device)
-            known = self._device[key] = backend, verdict
+            known = answers[key] = backend, verdict
         return known[1]
 
 
@@ -63,7 +66,7 @@ def capability_verdict(backend: BaseBackend, device: Device) -> Verdict:
 
 def _ask(backend: BaseBackend, question: str, *args: Any) -> Verdict:
     try:
-        return verdict_of(getattr(backend, question)(*args))
+        return verdict_of(getattr(backend, question)(*args), question)
     except Exception as error:
         reason = f'{question}() raised {type(error).__name__}: {error}'
         # A missing optional package is ordinary; anything else is news to whoever installed it.

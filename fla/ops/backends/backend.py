@@ -164,21 +164,25 @@ class BaseBackend(metaclass=BackendMeta):
         """Whether the toggle allows the backend. An override names in `extra_env` the variables it reads."""
         return toggle_state(cls.env_var, cls.default_enable)
 
-    def can_use(self) -> bool:
+    @classmethod
+    def can_use(cls) -> bool:
         """Available and enabled, now. A convenience: dispatch itself keeps the two apart."""
-        return verdict_of(self.is_available())[0] and bool(self.is_enabled())
+        return verdict_of(cls.is_available())[0] and bool(cls.is_enabled())
 
     def verify(self, function: str, *args: Any, **kwargs: Any) -> Verdict:
-        """What `<function>_verifier` says of a call; accepts where there is none. A convenience: exceptions propagate."""
+        """What `<function>_verifier` says of a call; accepts where there is none. A convenience: exceptions propagate.
+
+        Dispatch asks the verifiers themselves, unless a backend overrides this method: then it asks this one.
+        """
         verifier = getattr(self, f'{function}_verifier', None)
         return (True, None) if verifier is None else verifier(*args, **kwargs)
 
 
-def verdict_of(answer: Any) -> Verdict:
+def verdict_of(answer: Any, question: str = 'is_available') -> Verdict:
     """An availability answer, a bool or `(bool, reason)`, as a verdict."""
     if isinstance(answer, tuple) and len(answer) == 2:
         return bool(answer[0]), answer[1]
-    return (True, None) if answer else (False, 'is_available() says no')
+    return (True, None) if answer else (False, f'{question}() says no')
 
 
 def enabled_by_default(backend: BaseBackend) -> bool:

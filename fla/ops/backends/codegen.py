@@ -2,29 +2,31 @@
 
 One writer, two readers: `Call` writes the code of a call (straight-line, no loop, no lock, no formatting) and `Explain`
 writes the same tests with every outcome noted. Names that begin with `_d_` are the generator's own; names of
-implementations and verifiers are fresh for each plan, because Dynamo snapshots a namespace within a trace and because a
-thread may still be running an older plan.
+implementations, verifiers and declared values are fresh for each plan, because Dynamo snapshots a namespace within a trace
+and because a thread may still be running an older plan. Builtins have names of the generator's own, too: a parameter may
+be called `type`.
 
 What a call looks like, for one backend with a toggle and a verifier, on a machine that has only seen CPU tensors:
 
     def chunk_kda(q, k, v, ...):
-        if _d_dyn():                                     # a policy scope entered inside the compiled region
-            if _d_virtual.layers: return getattr(_d_box, _d_select(_d_virtual.layers))(q, k, v, ...)
+        if _d_virtual.layers: return ...                 # a policy scope entered inside a compiled region
+        if _d_dyn():
+            pass
         elif _d_profiler._is_profiler_enabled: return _d_ranged(q, k, v, ...)
         _d_x = q
-        if type(q) is not _d_Tensor: ...                 # Parameter, FakeTensor, override, DTensor, no tensor
+        if _d_type(q) is not _d_Tensor: ...              # Parameter, FakeTensor, override, DTensor, no tensor
         _d_check(q, k, v)
         if _d_x.is_cpu:
             _d_r0 = _d_env.get(b'FLA_FLASH_KDA')
             if _d_r0 is None or _d_r0 == b'1' ...:
                 try: _d_o = _d_v7_0(q, v)[0]
-                except Exception: _d_bug7_0()
+                except _d_Exception: _d_bug7_0()
                 else:
                     if _d_o is True: return _d_i7_0(q, k, v, ...)
                     elif _d_o is not False: _d_bad7_0()
-            elif not (_d_r0 == b'0' ...): _d_cold(); return _d_self(q, k, v, ...)
+            elif not (_d_r0 == b'0' ...): _d_cold('7'); return _d_self(q, k, v, ...)
             return _d_i7_1(q, k, v, ...)
-        else: _d_need(_d_platform(_d_x)); return _d_self(q, k, v, ...)
+        else: _d_need('7', _d_platform(_d_x)); return _d_self(q, k, v, ...)
 """
 
 from __future__ import annotations
@@ -146,7 +148,7 @@ class Generator:
         raise NotImplementedError
 
     def again(self, line: str) -> None:
-        self.w.line(line)
+        self.w.line(f'if {line} and _d_dyn(): _d_restart()')
         self.w.line(f'return _d_self({self.forward})')
 
     stops_at_winner = True
@@ -181,8 +183,11 @@ class Generator:
             with self.w.block(f'{word} {test}:'):
                 self.chain(chain, platform)
             word = 'elif'
+        if not self.plan.chains:  # no call yet: an `else` would belong to whatever `if` stands above
+            self.again(f'_d_need({self.serial!r}, _d_platform(_d_x))')
+            return
         with self.w.block('else:'):
-            self.again('_d_need(_d_platform(_d_x))')
+            self.again(f'_d_need({self.serial!r}, _d_platform(_d_x))')
 
     def _tensor_class(self) -> None:
         """The first tensor's type: plain ones go on, overrides are offered the call, DTensors are refused."""
@@ -194,8 +199,8 @@ class Generator:
         first = tensors[0]
         if self.plan.by_platform:
             self.w.line(f'_d_x = {first}')
-        with self.w.block(f'if type({first}) is not _d_Tensor:'):
-            self.w.line(f'_d_k = _d_classify(type({first}))')
+        with self.w.block(f'if _d_type({first}) is not _d_Tensor:'):
+            self.w.line(f'_d_k = _d_classify(_d_type({first}))')
             with self.w.block('if _d_k != 0:'):
                 self.odd_tensor(first)
                 if self.plan.by_platform:
@@ -205,13 +210,14 @@ class Generator:
     def odd_tensor(self, first: str) -> None:
         with self.w.block(f'if _d_k == 1 and _d_has_override(({first},)):'):
             self.w.line(f'return _d_offer(({first},), {self.forward})')
-        self.w.line(f'if _d_k == 2: _d_refuse({first!r}, type({first}).__name__)')
+        self.w.line(f'if _d_k == 2: _d_refuse({first!r}, _d_type({first}).__name__)')
 
     def chain(self, chain: tuple[Candidate, ...], platform: str) -> None:
         self.platform = platform
-        late = [(c, tag) for c, tag in self._tagged(chain) if not c.out and c.demotable]
-        for _, tag in late:
-            self.w.line(f'_d_late{tag} = False')
+        for c, tag in self._tagged(chain):
+            if not c.out and c.demotable:
+                self.w.line(f'_d_late{tag} = False')
+        late: list[tuple[Candidate, str]] = []
         wishes = [c for c in chain if c.wished] if self.plan.policy.prefer else []
         last_wish = wishes[-1] if wishes and self.plan.policy.strict else None
         for c, tag in self._tagged(chain):
@@ -222,6 +228,8 @@ class Generator:
                 self._candidate(c, tag)
                 if self.stops_at_winner and c.accepts_always:
                     return
+                if c.demotable:
+                    late.append((c, tag))
             if c is last_wish:
                 self.unmet_wish()
                 if self.stops_at_winner:
@@ -272,15 +280,17 @@ class Generator:
                 write(c, tag)
             word = 'elif'
         with self.w.block('else:'):
-            self.again('_d_cold()')
+            self.again(f'_d_cold({self.serial!r})')
 
     def _tests(self, c: Candidate, tag: str) -> None:
         word = 'if'
-        for test in c.tests:
+        for place, test in enumerate(c.tests):
+            rejects, reason = test.rejects, test.reason_source
             for name, value in test.bindings.items():
-                self.w.bind(name, value)
-            with self.w.block(f'{word} {test.rejects}:'):
-                self.reject(c, tag, test.reason_source, 'declared')
+                fresh = self.w.bind(f'{name}{tag}_{place}', value)
+                rejects, reason = rejects.replace(name, fresh), reason.replace(name, fresh)
+            with self.w.block(f'{word} {rejects}:'):
+                self.reject(c, tag, reason, 'availability' if test.unavailable else 'declared')
             word = 'elif'
         if c.tests:
             with self.w.block('else:'):
@@ -297,7 +307,7 @@ class Generator:
         self._ask(c, tag, f'{name}({member.verifier_call.arguments})', 'verifier', self._prefer, self._verifier_rejects)
 
     def _verifier_rejects(self, c: Candidate, tag: str) -> None:
-        self.reject(c, tag, '_d_y[1] if len(_d_y) == 2 else None', 'verifier')
+        self.reject(c, tag, '_d_y[1] if _d_len(_d_y) == 2 else None', 'verifier')
 
     def _prefer(self, c: Candidate, tag: str) -> None:
         member = c.member
@@ -322,7 +332,9 @@ class Generator:
                 self.w.line('_d_o = _d_y[0]')
             else:
                 self.w.line(f'_d_o = {call}[0]')
-        with self.w.block('except Exception as _d_error:' if self.plan.policy.strict else 'except Exception:'):
+            # a comparison of a dynamic size is a SymBool, and no bug
+            self.w.line('if _d_o is not True and _d_o is not False: _d_o = _d_decide(_d_o)')
+        with self.w.block('except _d_Exception as _d_error:' if self.plan.policy.strict else 'except _d_Exception:'):
             self.bug(c, tag, method)
         with self.w.block('else:'):
             with self.w.block('if _d_o is True:'):
@@ -364,9 +376,11 @@ class Call(Generator):
     def prelude(self) -> None:
         if self.ranges:
             return
+        if self.virtual:
+            # in eager, too: a graph break, or an entered scope that is not left, hands the virtual scopes to eager code
+            self.w.line(f'if _d_virtual.layers: return _d_getattr(_d_box, _d_select(_d_virtual.layers))({self.forward})')
         with self.w.block('if _d_dyn():'):
-            if self.virtual:
-                self.w.line(f'if _d_virtual.layers: return getattr(_d_box, _d_select(_d_virtual.layers))({self.forward})')
+            pass
         self.w.line(f'elif _d_profiler._is_profiler_enabled: return _d_ranged{self.serial}({self.forward})')
 
     def _without_arguments(self, name: str, action: Callable[[], None]) -> None:
@@ -382,7 +396,7 @@ class Call(Generator):
             with self.w.block('else:'):
                 record = self.w.bind(f'_d_record{tag}', self.actions.record(c))
                 named = [f'{n}={n}' for n in self.signature.names]
-                self.w.line(f'{record}(dict({", ".join(named)}))')
+                self.w.line(f'{record}(_d_dict({", ".join(named)}))')
         name = self.w.bind(f'_d_i{tag}', c.member.implementation)
         assert c.member.call is not None
         call = f'return {name}({c.member.call.arguments})'
@@ -396,10 +410,10 @@ class Call(Generator):
         show = self.actions.reason(c)
         if show is not None:
             self.w.line(f'if not _d_dyn(): {self.w.bind(f"_d_why{tag}", show)}({reason})')
-        self._passed_over(c, tag)
+        self._passed_over(c, tag, available=source != 'availability')
 
-    def _passed_over(self, c: Candidate, tag: str) -> None:
-        if self.plan.policy.require_first:
+    def _passed_over(self, c: Candidate, tag: str, available: bool = True) -> None:
+        if available and self.plan.policy.require_first:
             self.nothing()
         elif c.wished:
             self._without_arguments(f'_d_unmet{tag}', self.actions.unmet(c))
@@ -458,8 +472,8 @@ class Explain(Generator):
         self.w.line('_d_c.stale()')
 
     def odd_tensor(self, first: str) -> None:
-        self.w.line(f'if _d_k == 1 and _d_has_override(({first},)): _d_c.offered(type({first}))')
-        self.w.line(f'if _d_k == 2: _d_refuse({first!r}, type({first}).__name__)')
+        self.w.line(f'if _d_k == 1 and _d_has_override(({first},)): _d_c.offered(_d_type({first}))')
+        self.w.line(f'if _d_k == 2: _d_refuse({first!r}, _d_type({first}).__name__)')
 
     def _place(self, tag: str) -> str:
         return tag.rsplit('_', 1)[1]
@@ -473,7 +487,8 @@ class Explain(Generator):
 
     def reject(self, c: Candidate, tag: str, reason: str, source: str) -> None:
         self.w.line(f'_d_c.reject({self._place(tag)}, {reason}, {source!r})')
-        self._passed_over()
+        if source != 'availability':
+            self._passed_over()
 
     def off(self, c: Candidate, tag: str) -> None:
         self.w.line(f'_d_c.off({self._place(tag)})')
@@ -500,7 +515,7 @@ class Explain(Generator):
 
     def demote(self, c: Candidate, tag: str) -> None:
         self.w.line(f'_d_late{tag} = True')
-        self.w.line(f'_d_c.demote({self._place(tag)}, _d_y[1] if len(_d_y) == 2 else None)')
+        self.w.line(f'_d_c.demote({self._place(tag)}, _d_y[1] if _d_len(_d_y) == 2 else None)')
         self._passed_over()
 
     def late(self, c: Candidate, tag: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
@@ -91,6 +92,7 @@ def dispatch(
             attach(function, entry)
             function.bind = lambda *_, **__: function  # type: ignore[attr-defined]
             function.resolve = lambda *_, **__: function  # type: ignore[attr-defined]
+            owner.plain[entry.key] = function
             return cast('Dispatched[P, R]', function)
         owner.add(entry, public=True)
         return cast('Dispatched[P, R]', entry.wrapper)
@@ -99,10 +101,14 @@ def dispatch(
 
 
 def _name_of(function: Any) -> str:
+    if isinstance(function, (staticmethod, classmethod)):
+        raise TypeError(f'@dispatch goes under @{type(function).__name__}: it decorates the function itself')
     if isinstance(function, (type, partial)) or not callable(function) or not hasattr(function, '__name__'):
         raise TypeError(f'@dispatch decorates a function, got {function!r}')
+    if not hasattr(function, '__dict__'):
+        raise TypeError(f'@dispatch decorates a Python function, got {function!r}: write one around it')
     name = str(function.__name__)
-    if not name.isidentifier():
+    if not name.isidentifier() or keyword.iskeyword(name):
         raise TypeError(f'@dispatch needs a function with a name that backends can use, got {name!r}')
     if hasattr(BaseBackend, name) or name.endswith(('_verifier', '_prefers')):
         raise ValueError(f'{name!r} means something else on a backend class; rename the function')

@@ -91,7 +91,8 @@ def methods_of(backend: BaseBackend) -> dict[str, Callable[..., Any]]:
     """The functions that a backend class says something about: public methods that BaseBackend does not have."""
     found = {}
     for name in dir(type(backend)):
-        if name.startswith('_') or hasattr(BaseBackend, name) or not callable(getattr(backend, name, None)):
+        # asked of the class: a property of the instance may need what is not there
+        if name.startswith('_') or hasattr(BaseBackend, name) or not callable(getattr(type(backend), name, None)):
             continue
         found[name] = getattr(backend, name)
     return found
@@ -108,7 +109,7 @@ def function_name(method: str) -> str:
 def pending(dispatcher: Dispatcher) -> dict[str, list[str]]:
     """Methods of functions that nobody has declared (yet), by 'operation.backend'."""
     found: dict[str, list[str]] = {}
-    for operation, registry in dispatcher.registries.items():
+    for operation, registry in list(dispatcher.registries.items()):
         known = {entry.name for entry in dispatcher.functions(None if operation == '*' else operation).values()}
         for backend in registry:
             names = sorted({function_name(name) for name in methods_of(backend)} - known)
@@ -121,7 +122,7 @@ def problems(dispatcher: Dispatcher) -> list[str]:
     """See `validate()`."""
     dispatcher.discovery.load_all()
     found = [
-        f'operation {name!r}: its backends package failed: {text}' for name, text in dispatcher.discovery.errors.items()
+        f'operation {name!r}: its backends package failed: {text}' for name, text in sorted(dispatcher.discovery.errors.items())
     ]
     for plugin in dispatcher.plugins():
         if plugin.error:
@@ -131,12 +132,13 @@ def problems(dispatcher: Dispatcher) -> list[str]:
             if entry.error:
                 found.append(f'{operation}.{entry.name} (registered at {entry.origin}) cannot be imported: {entry.error}')
             if entry.backend is not None:
-                found += [f'{operation}.{entry.name}: {text}' for text in _lonely(entry.backend)]
+                texts = _lonely(entry.backend) + _facts_of_nobody(dispatcher, operation, entry.backend)
+                found += [f'{operation}.{entry.name}: {text}' for text in texts]
     for name, functions in sorted(pending(dispatcher).items()):
         found.append(f'{name}: no such function is known (yet): {", ".join(functions)}')
     for function in dispatcher.functions().values():
         for member in function.members():
-            if member.implementation is None or member.call is None:
+            if member.implementation is None:
                 continue
             for name in (function.name, *(function.name + suffix for suffix in _SUFFIXES)):
                 method = getattr(member.backend, name, None)
@@ -144,6 +146,19 @@ def problems(dispatcher: Dispatcher) -> list[str]:
                     where = f'{function.operation}.{member.name}.{name}'
                     found += [f'{where}: {text}' for text in function.signature.drift(method)]
     return found
+
+
+def _facts_of_nobody(dispatcher: Dispatcher, operation: str, backend: BaseBackend) -> list[str]:
+    """Facts declared for parameters that none of the backend's functions has: nothing would ever test them."""
+    methods = methods_of(backend)
+    served = [e for e in dispatcher.functions(None if operation == '*' else operation).values() if e.name in methods]
+    parameters = {name for entry in served for name in entry.signature.names}
+    return [
+        f'{attribute} names parameter {name!r}, which {", ".join(sorted(e.name for e in served))} does not have'
+        for attribute in ('devices', 'dtypes')
+        for name in getattr(backend, attribute) or ()
+        if served and isinstance(getattr(backend, attribute), Mapping) and name not in parameters
+    ]
 
 
 def _lonely(backend: BaseBackend) -> list[str]:

@@ -14,9 +14,10 @@ import pkgutil
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fla.ops.backends import logs
@@ -98,7 +99,7 @@ class Discovery:
             registry = self.dispatcher.registries.get(name)
             if registry is not None:
                 with self._registering('package'):
-                    registry.import_paths()
+                    complete = registry.import_paths() and complete
         return complete
 
     def _load_package(self, operation: str) -> bool:
@@ -107,10 +108,8 @@ class Discovery:
         module = self.module_of(operation)
         try:
             with self._registering('package'):
-                package = importlib.import_module(module)
-            # true while another frame of this thread is still executing the package
-            if getattr(package.__spec__, '_initializing', False):
-                return False
+                if import_whole(module) is None:
+                    return False
         except ModuleNotFoundError as error:
             if error.name is None or not f'{module}.'.startswith(f'{error.name}.'):
                 self._remember(operation, module, error)
@@ -146,13 +145,15 @@ class Discovery:
         """Whether there is such an operation: registered, mapped, or a package of the namespace. Imports no operation."""
         if operation == '*' or operation in self.dispatcher.registries or operation in self.modules:
             return True
-        if operation in self.operations():
+        if '.' in operation and operation in self.operations():
             return True
         parent, _, leaf = f'{self.dispatcher.namespace}.{operation}'.rpartition('.')
         if not leaf.isidentifier() or ('.' in operation and not self.exists(operation.rpartition('.')[0])):
             return False
         try:
-            return importlib.util.find_spec(f'{parent}.{leaf}') is not None
+            spec = importlib.util.find_spec(f'{parent}.{leaf}')
+            # `kda.chunk` is a file of operation `kda`, beside its function `kda.chunk_kda`
+            return spec is not None and ('.' not in operation or spec.submodule_search_locations is not None)
         except (ImportError, ValueError, AttributeError):
             return False
 
@@ -165,9 +166,8 @@ class Discovery:
             spec = importlib.util.find_spec(self.dispatcher.namespace)
         except (ImportError, ValueError):
             spec = None
-        for info in pkgutil.iter_modules(spec.submodule_search_locations if spec is not None else None):
-            if info.ispkg and spec is not None and info.name != 'backends':
-                yield info.name
+        for path in (spec and spec.submodule_search_locations) or ():
+            yield from _operations_in(Path(path))
 
     def load_all(self) -> None:
         """Load every operation there is, to answer a question about a name that no loaded one knows."""
@@ -183,7 +183,7 @@ class Discovery:
             return True
         me = threading.get_ident()
         with lock:
-            if self._plugins_loader is None:
+            if self._plugins_loader is None and not self._plugins_done.is_set():
                 self._plugins_loader = me
         if self._plugins_loader != me:
             return self._plugins_done.wait(_PLUGIN_PATIENCE_SECONDS)
@@ -192,14 +192,14 @@ class Discovery:
         try:
             with self._registering('plugin'):
                 self.plugins = (*self._entry_points(), *self._plugin_modules())
+            self._plugins_done.set()
         finally:
             self._plugins_loader = None
-        self._plugins_done.set()
         return True
 
     def _entry_points(self) -> Iterator[Plugin]:
         for point in importlib.metadata.entry_points(group=self.group):
-            version = point.dist.version if point.dist is not None else None
+            version = _version_of(point)
             error = self._call_plugin(point.name, f'entry point {point.value}', point.load)
             yield Plugin(point.name, 'entry point', version, error)
 
@@ -219,7 +219,9 @@ class Discovery:
                 raise AttributeError(f'{found!r} has no function register(registries)')
             register(Registries(self.dispatcher))
         except Exception as error:
-            logs.logger.warning('plugin %s (%s) failed and is left out: %s', name, source, error, exc_info=True)
+            logs.logger.warning(
+                'plugin %s (%s) failed, what it registered before that is used: %s', name, source, error, exc_info=True
+            )
             return f'{type(error).__name__}: {error}'
         return None
 
@@ -266,10 +268,44 @@ class Discovery:
         others = {thread: stack for thread, stack in self._loading.items() if thread != threading.get_ident() and stack}
         for thread in others:
             del self._loading[thread]
+        if not self._plugins_done.is_set():
+            # another thread may have been holding its lock
+            self._plugins_done = threading.Event()
         if self._plugins_loader is not None and self._plugins_loader != threading.get_ident():
             self._plugins_loader = None
         if others:
             _forget_unfinished_imports()
+
+
+def _operations_in(folder: Path, prefix: str = '') -> Iterator[str]:
+    """The packages in a folder, and of those inside them the ones that have backends. Reads folders and imports nothing."""
+    for info in pkgutil.iter_modules([str(folder)]):
+        if not info.ispkg or info.name == 'backends':
+            continue
+        inside = folder / info.name
+        if not prefix or (inside / 'backends').is_dir():
+            yield f'{prefix}{info.name}'
+        yield from _operations_in(inside, f'{prefix}{info.name}.')
+
+
+def import_whole(name: str) -> ModuleType | None:
+    """Import a module; None while it is still being executed: further up in this thread, or by another thread that in turn
+    waits for what this one is importing (Python detects that and lets one of the two go on)."""
+    try:
+        module = importlib.import_module(name)
+    except RuntimeError as error:
+        if type(error).__name__ == '_DeadlockError':
+            return None
+        raise
+    return None if getattr(module.__spec__, '_initializing', False) else module
+
+
+def _version_of(point: importlib.metadata.EntryPoint) -> str | None:
+    try:
+        return point.dist.version if point.dist is not None else None
+    except Exception:
+        # a distribution with broken metadata; its plugin may work all the same
+        return None
 
 
 class _Registering:
@@ -294,27 +330,27 @@ def _forget_unfinished_imports() -> None:
     The import system has no public way to say this; without it, importing such a module in the child waits for ever.
     """
     locks = getattr(importlib._bootstrap, '_module_locks', {})
-    for name, module in list(sys.modules.items()):
-        if not getattr(getattr(module, '__spec__', None), '_initializing', False):
+    for name, reference in list(locks.items()):
+        holder = reference()
+        if holder is None or getattr(holder, 'owner', None) in (None, threading.get_ident()):
             continue
-        reference = locks.get(name)
-        holder = reference() if reference is not None else None
-        if holder is not None and getattr(holder, 'owner', None) not in (None, threading.get_ident()):
-            sys.modules.pop(name, None)
-            locks.pop(name, None)
+        locks.pop(name, None)
+        # one that is still being looked for has a lock and no module yet
+        if getattr(getattr(sys.modules.get(name), '__spec__', None), '_initializing', False):
+            del sys.modules[name]
 
 
-def install_fork_hook(discovery: Discovery) -> None:
-    """Have `discovery` cleaned up in forked children."""
-    _forked.append(discovery)
+def in_forked_children(clean_up: Callable[[], None]) -> None:
+    """Have `clean_up` called in forked children."""
+    _clean_ups.append(clean_up)
 
 
-_forked: list[Discovery] = []
+_clean_ups: list[Callable[[], None]] = []
 
 
 def _clean_up_child() -> None:
-    for discovery in _forked:
-        discovery.after_fork_in_child()
+    for clean_up in _clean_ups:
+        clean_up()
 
 
 if hasattr(os, 'register_at_fork'):

@@ -9,6 +9,7 @@ the new state, or go cold and plan again on their next call.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fla.ops.backends import logs
 from fla.ops.backends.availability import Availability
 from fla.ops.backends.backend import KINDS, BaseBackend, on_change
-from fla.ops.backends.discovery import Discovery, Plugin, install_fork_hook
+from fla.ops.backends.discovery import Discovery, Plugin, in_forked_children
 from fla.ops.backends.environment import Environment
 from fla.ops.backends.errors import FrozenError, RegistrationError, UnknownNameError, unknown_name
 from fla.ops.backends.locking import lock
@@ -41,7 +42,9 @@ class Virtual:
     """Policy scopes entered inside a region that Dynamo is tracing. A plain object: Dynamo tracks its attribute through the
     trace, and takes the change back by itself when it restarts or gives up. Outside a trace it is always empty."""
 
-    layers: tuple[tuple[Any, ...], ...] = ()
+    def __init__(self) -> None:
+        # on the instance from the start: Dynamo would see it move there from the class
+        self.layers: tuple[tuple[Any, ...], ...] = ()
 
 
 class Dispatcher:
@@ -72,15 +75,19 @@ class Dispatcher:
         self.registries: dict[str, BackendRegistry] = {}
         self.listeners: tuple[Listener, ...] = ()
         self.availability = Availability()
-        self.toggles = Toggles()
+        self.toggles = Toggles(retired_env)
         self.environment = Environment(env_prefix, retired_env or {})
         self.discovery = Discovery(self, dict(modules or {}), entry_points or f'{namespace.split(".")[0]}.backends')
         self.virtual = Virtual()
         self.baseline = bool(self.environment.boolean('DISABLE_BACKEND_DISPATCH'))
+        # the undecorated functions, by key, where nothing is dispatched
+        self.plain: dict[str, Callable[..., Any]] = {}
         self.traces: tuple[Trace, ...] = ()
         self.frozen: dict[str, Any] | None = None
         self.generation = 0
         self.scopes: tuple[tuple[int, Layer, State | None], ...] = ()
+        # which thread entered a scope, by its token
+        self.holders: dict[int, int] = {}
         self._code: Layer | None = None
         self._env_layers: tuple[Layer, ...] | None = None
         self._env_checked = False
@@ -88,7 +95,7 @@ class Dispatcher:
         self._functions: dict[str, Entry] = {}
         self._entries: weakref.WeakSet[Entry] = weakref.WeakSet()
         self.device_facts: Callable[[str], Any] = devices.devices_of
-        install_fork_hook(self.discovery)
+        in_forked_children(self._after_fork_in_child)
         _dispatchers.append(self)
 
     def __repr__(self) -> str:
@@ -140,6 +147,16 @@ class Dispatcher:
                     f' of operation {operation!r}',
                 )
         return self._functions[name]
+
+    def named(self, name: str) -> Callable[..., Any]:
+        """The public function called 'operation.function', imported if need be.
+
+        Raises:
+            UnknownNameError: with the nearest match.
+        """
+        if self.baseline and name not in self.plain and self.discovery.exists(name.rpartition('.')[0]):
+            self._import_operation(name.rpartition('.')[0])
+        return self.plain[name] if name in self.plain else self.entry(name).wrapper
 
     def _import_operation(self, operation: str) -> None:
         import importlib
@@ -209,15 +226,26 @@ class Dispatcher:
 
     def backend_changed(self, owner: Any, name: str) -> None:
         """An attribute of a backend class or instance was set: whatever it serves plans again."""
+        if not self._matters(name):
+            return
         if isinstance(owner, type):
             concerned = any(isinstance(backend, owner) for backend in self._backends())
         else:
             concerned = any(backend is owner for backend in self._backends())
         if concerned:
             self.availability.forget(owner)
+            self.toggles.forget(owner)
             with lock:
                 self.generation += 1
                 self._go_cold(None)
+
+    def _matters(self, name: str) -> bool:
+        """Whether plans read this attribute of a backend. What a backend keeps for itself (a workspace, a counter) does not
+        make anybody plan again."""
+        if hasattr(BaseBackend, name):
+            return True
+        function = name.removesuffix('_verifier').removesuffix('_prefers')
+        return any(entry.name == function for entry in list(self._functions.values()))
 
     def _backends(self) -> Iterator[BaseBackend]:
         for registry in list(self.registries.values()):
@@ -247,10 +275,9 @@ class Dispatcher:
         layers = self.environment.layers()
         with lock:
             self._env_layers, self._env_checked = layers, False
-        if self.environment.tracing:
-            from fla.ops.backends.trace import start_environment_trace
+        from fla.ops.backends.trace import follow_environment
 
-            start_environment_trace(self)
+        follow_environment(self, self.environment.tracing)
         self.push()
 
     def _compose(self) -> State:
@@ -258,6 +285,8 @@ class Dispatcher:
         if self._code is not None:
             layers.append(self._code)
         layers += self._env_layers or ()
+        if self.frozen is not None:  # what was in force then, also where a scope has ended since
+            layers = list(self.frozen['layers'])
         env = tuple(sorted(self.frozen['env'].items())) if self.frozen else None
         pinned = next((state for _, _, state in reversed(self.scopes) if state is not None), None)
         if pinned is not None:
@@ -283,6 +312,15 @@ class Dispatcher:
         with lock:
             self.scopes = tuple(scope for scope in self.scopes if scope[0] != token)
             self.push()
+
+    def _after_fork_in_child(self) -> None:
+        """Other threads do not exist in the child, so that nobody there would ever leave their scopes."""
+        self.discovery.after_fork_in_child()
+        me = threading.get_ident()
+        self.holders = {token: thread for token, thread in self.holders.items() if thread == me}
+        for token, _, _ in self.scopes:
+            if token not in self.holders:
+                self.pop_scope(token)
 
     def set_policy(self, policy: Policy) -> Policy | None:
         """Set the policy of the code layer, for the whole process; returns the one it replaces.
@@ -340,14 +378,15 @@ class Dispatcher:
         """Every token must name a kind, or a backend of the operation (or of any, where `name` is None)."""
         unknown = self.unknown_tokens(tokens, name)
         if unknown:
-            where = f' of operation {name!r}' if name else ''
-            raise unknown_name('backend', unknown[0], self._words(name), where)
+            operation = self._operation_of(name) if name else None
+            where = f' of operation {operation!r}' if name else ''
+            raise unknown_name('backend', unknown[0], self._words(operation), where)
 
     def unknown_tokens(self, tokens: tuple[str, ...], name: str | None) -> list[str]:
         """The tokens that name nothing. Loads the operation; where `name` is None, every operation, but only
         for a token that no loaded one knows."""
         if name is not None:
-            operation = name if self.discovery.exists(name) else name.rpartition('.')[0]
+            operation = self._operation_of(name)
             self.discovery.load(operation)
             return [token for token in tokens if token not in self._words(operation)]
         missing = [token for token in tokens if token not in self._words(None)]
@@ -355,6 +394,10 @@ class Dispatcher:
             self.discovery.load_all()
             missing = [token for token in missing if token not in self._words(None)]
         return missing
+
+    def _operation_of(self, name: str) -> str:
+        """The operation that an operation's or a function's name belongs to."""
+        return name if self.discovery.exists(name) else name.rpartition('.')[0]
 
     def _words(self, operation: str | None) -> set[str]:
         words = {*KINDS, 'triton'}
@@ -372,7 +415,11 @@ class Dispatcher:
         """`check_environment`, the first time since the environment was read."""
         if not self._env_checked and not self.discovery.is_loading():
             self._env_checked = True
-            self.check_environment()
+            try:
+                self.check_environment()
+            except BaseException:
+                self._env_checked = False  # strict: the next call is no better
+                raise
 
     def check_environment(self) -> None:
         """Warn of names in the environment that nobody knows. Run after the first plan, when plugins are loaded."""
@@ -381,14 +428,16 @@ class Dispatcher:
                 try:
                     self.check_operation(name)
                     unknown = self.unknown_tokens(tokens, name)
-                except UnknownNameError as error:
+                except Exception as error:
+                    # an operation that cannot be imported is not the business of the call that is being planned
                     self._environment_problem(layer.source, str(error))
                     continue
                 for token in unknown:
-                    self._environment_problem(layer.source, f'unknown backend {token!r} for {name!r}', self._words(name))
+                    problem = f'unknown backend {token!r} for {name!r}.'
+                    self._environment_problem(layer.source, problem, self._words(self._operation_of(name)), token)
             if not layer.policy.order:
                 for token in self.unknown_tokens(layer.policy.tokens(), None):
-                    self._environment_problem(layer.source, f'unknown backend {token!r}', self._words(None), token)
+                    self._environment_problem(layer.source, f'unknown backend {token!r}.', self._words(None), token)
         toggles = {name for backend in self._backends() for name in self.toggles.variables(backend)}
         self.environment.warn_unknown(toggles, self.discovery.variables_in_sources)
 
@@ -411,6 +460,8 @@ class Dispatcher:
         self.availability.forget()
         self.discovery.retry()
         with lock:
+            for registry in self.registries.values():
+                registry.retry_paths()
             self._env_layers = None
             self.generation += 1
             self._go_cold(None)
@@ -430,6 +481,7 @@ class Dispatcher:
         with lock:
             self.frozen = None
             self.scopes, self._code, self._env_layers = (), None, None
+            self.holders = {}
             self.traces, self.listeners = (), ()
             self.virtual.layers = ()
             self.device_facts = devices.devices_of

@@ -1,7 +1,8 @@
 """The decorator, and the entry point it makes.
 
 The public function is one function object for life. What changes is its code:
-    cold: `_d_cold(); return _d_self(...)`; the first call, also inside a trace, loads the backends and plans;
+    cold: `_d_cold(''); return _d_self(...)`; the first call, also inside a trace (which then begins anew), loads the
+        backends and plans;
     hot: the plan as straight-line code (see `codegen`), swapped in with one store to `__code__`.
 Dynamo guards the code of a function it inlines, so every re-plan is seen by compiled callers. Code that a policy has been
 given once is kept, so that coming back to that policy costs a compiled caller nothing.
@@ -28,13 +29,14 @@ from fla.ops.backends import logs, tensors
 from fla.ops.backends.backend import BaseBackend, format_reason
 from fla.ops.backends.codegen import Call, source_of
 from fla.ops.backends.dispatcher import Dispatcher
-from fla.ops.backends.errors import BackendBugError, NoBackendError
+from fla.ops.backends.dynamo import never_a_frame, trace_anew, while_tracing
+from fla.ops.backends.errors import BackendBugError, DispatchError, NoBackendError
 from fla.ops.backends.locking import lock
-from fla.ops.backends.notes import Notes, while_tracing
-from fla.ops.backends.plan import Facts, Member, Plan, build
+from fla.ops.backends.notes import Notes
+from fla.ops.backends.plan import Facts, Member, Plan, build, overrides
 from fla.ops.backends.policy import Effective, Layer, Policy, State, effective, matches, overruled
 from fla.ops.backends.registry import Registration
-from fla.ops.backends.signature import Signature, location
+from fla.ops.backends.signature import Callee, Signature, location
 from fla.ops.backends.untraceable import findings
 from fla.utils.env import LIVE
 
@@ -53,6 +55,7 @@ class Kept:
     plan: Plan
     code: CodeType
     source: str
+    serial: str
 
 
 class Box:
@@ -102,10 +105,11 @@ class Entry:
         self.label = f'{self.dispatcher.namespace.split(".")[0]}::{self.name}'
         self._check_call = self._check_arguments()
         self._box = Box()
-        self._boxed: dict[str, Kept] = {}
+        self._boxed: dict[tuple[Any, State, int], str] = {}
         self._namespace = self._make_namespace()
         self.wrapper = self._make_wrapper()
         self._cold = self.wrapper.__code__
+        self._installed = ''
         self._namespace['_d_self'] = self.wrapper
 
     def __hash__(self) -> int:
@@ -117,6 +121,7 @@ class Entry:
         """Globals of the generated code. Without `__name__`: Dynamo would look its globals up in the module of that name."""
         return {
             '_d_Bug': BackendBugError,
+            '_d_Exception': Exception,
             '_d_NoBackend': NoBackendError,
             '_d_NoTensor': tensors.NO_TENSOR_ARGUMENT,
             '_d_Tensor': torch.Tensor,
@@ -126,12 +131,16 @@ class Entry:
             '_d_classify': tensors.classify,
             '_d_cold': while_tracing(self._plan_again),
             '_d_complete': while_tracing(self._complete),
+            '_d_decide': tensors.decide,
+            '_d_dict': dict,
             '_d_dyn': torch.compiler.is_dynamo_compiling,
             '_d_env': LIVE,
             '_d_first_tensor': tensors.first_tensor,
             '_d_forward_ad': torch.autograd.forward_ad,
+            '_d_getattr': getattr,
             '_d_grad_enabled': torch.is_grad_enabled,
             '_d_has_override': torch.overrides.has_torch_function,
+            '_d_len': len,
             '_d_need': while_tracing(self._need_platform),
             '_d_none': self._raise_no_backend,
             '_d_offer': self._offer,
@@ -139,15 +148,18 @@ class Entry:
             '_d_profiler': torch.autograd.profiler,
             '_d_range': torch.autograd.profiler.record_function,
             '_d_refuse': tensors.refuse,
+            '_d_restart': while_tracing(trace_anew),
             '_d_same': tensors.same,
             '_d_select': while_tracing(self._select),
+            '_d_type': type,
             '_d_virtual': self.dispatcher.virtual,
         }
 
     def _make_wrapper(self) -> FunctionType:
         forward = self.signature.forward_all()
-        source = f'{self.signature.header(self.name)}\n    _d_cold()\n    return _d_self({forward})\n'
-        wrapper = self._compile(source, 'cold')
+        head = self.signature.header(self.name)
+        source = f'{head}\n    if _d_cold("") and _d_dyn(): _d_restart()\n    return _d_self({forward})\n'
+        wrapper = self._compile(source, f'cold {next(_serials)}')
         function = self.function
         wrapper.__defaults__, wrapper.__kwdefaults__ = self.signature.defaults()
         wrapper.__module__ = function.__module__
@@ -168,8 +180,13 @@ class Entry:
         exec(code, self._namespace, made)
         function: FunctionType = made[self.name]
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        weakref.finalize(function.__code__, linecache.cache.pop, filename, None)
+        weakref.finalize(function.__code__, linecache.cache.pop, filename, None).atexit = False
         return function
+
+    def _drop_with(self, code: CodeType, *names: str) -> None:
+        """Names of the namespace go when the code that uses them does. The finalizer must not hold the namespace: that would
+        keep this entry alive for ever."""
+        weakref.finalize(code, _drop, weakref.ref(self), names).atexit = False
 
     def _check_arguments(self) -> str | None:
         """How `check` is called. It may also name `check_values`, which is True under FLA_CHECK_VALUES."""
@@ -210,9 +227,10 @@ class Entry:
     def members(self) -> tuple[Member, ...]:
         """Every backend with a method of this name, and the default, by priority."""
         generation = self.dispatcher.generation
-        if self._members is None or self._members[0] != generation:
-            self._members = generation, self._collect_members()
-        return self._members[1]
+        known = self._members
+        if known is None or known[0] != generation:
+            known = self._members = generation, self._collect_members()
+        return known[1]
 
     def _collect_members(self) -> tuple[Member, ...]:
         found: list[tuple[float, int, Member]] = []
@@ -238,6 +256,8 @@ class Entry:
             return None
         self.dispatcher.check_methods(self.signature, self.name, self.place, backend)
         verifier = getattr(backend, f'{self.name}_verifier', None)
+        if overrides(backend, 'verify'):
+            verifier = _through_verify(backend, self.name)
         prefers = getattr(backend, f'{self.name}_prefers', None)
         return self._make_member(backend, implementation, verifier, prefers, entry.origin)
 
@@ -249,8 +269,13 @@ class Entry:
         prefers: Callable[..., Any] | None,
         origin: str,
     ) -> Member:
-        calls = [None if method is None else self.signature.call(method) for method in (implementation, verifier, prefers)]
         unusable = None
+        calls: list[Callee | None] = [None, None, None]
+        for place, method in enumerate((implementation, verifier, prefers)):
+            try:
+                calls[place] = None if method is None else self.signature.call(method)
+            except (TypeError, ValueError) as error:
+                unusable = f'a method without a signature that can be read: {error}'
         for what, call in zip(('its method', 'its verifier', 'its prefers'), calls, strict=True):
             if call is not None and call.unfillable:
                 unusable = f'{what} needs {", ".join(map(repr, call.unfillable))}, which {self.name} does not have'
@@ -273,6 +298,8 @@ class Entry:
     def _untraceable(self, backend: BaseBackend, *methods: Callable[..., Any] | None) -> str | None:
         if not backend.traceable:
             return 'the backend says traceable = False'
+        if overrides(backend, 'verify'):
+            methods += (backend.verify,)
         for method in methods:
             found = findings(method) if method is not None else []
             if found:
@@ -288,7 +315,7 @@ class Entry:
             package=dispatcher.availability.package,
             device=dispatcher.availability.device,
             devices=dispatcher.device_facts,
-            gate=lambda backend: dispatcher.toggles.gate(backend, env),
+            gate=lambda backend: dispatcher.toggles.gate(backend, env, strict=policy.strict),
         )
 
     def _make(self, state: State) -> Kept:
@@ -306,8 +333,8 @@ class Entry:
         self._namespace[ranged] = functools.partial(self._ranged, plan, ranged)
         code = self._compile(source, f'plan {serial}').__code__
         # a frame that still runs this code may need its names: they go when the code does
-        weakref.finalize(code, _drop, self._namespace, (*generator.w.bindings, ranged))
-        return Kept(plan, code, source)
+        self._drop_with(code, *generator.w.bindings, ranged)
+        return Kept(plan, code, source, serial)
 
     def _ranged(self, plan: Plan, name: str, *args: Any, **kwargs: Any) -> Any:
         """First call while a profiler is active: make the variant of the plan that opens a range."""
@@ -317,13 +344,23 @@ class Entry:
         self._namespace.update(generator.w.bindings)
         function = self._compile(source, f'ranges {serial}')
         function.__defaults__, function.__kwdefaults__ = self.signature.defaults()
-        weakref.finalize(function.__code__, _drop, self._namespace, tuple(generator.w.bindings))
+        self._drop_with(function.__code__, *generator.w.bindings)
         if name in self._namespace:
             self._namespace[name] = function
         return function(*args, **kwargs)
 
-    def _plan_again(self) -> None:
-        """Plan for the state in force and install the code. Never holds the lock while foreign code runs."""
+    def _plan_again(self, serial: str) -> int:
+        """Plan for the state in force and install the code. Never holds the lock while foreign code runs.
+
+        Args:
+            serial: whose code asks: of a plan, '' when cold. Where that one has been replaced meanwhile (by another thread;
+                by the first attempt of a trace that began with it), there is nothing to do.
+
+        Returns:
+            Whether something was planned.
+        """
+        if serial != self._installed and f'plan{serial}' not in self._boxed.values():
+            return 0
         dispatcher = self.dispatcher
         while True:
             complete = dispatcher.discovery.load(self.operation)
@@ -331,12 +368,14 @@ class Entry:
             if complete:
                 dispatcher.check_environment_once()
             generation = dispatcher.generation
-            kept = self._make(self.state())
+            # for `base` and no newer state: a scope that came and went meanwhile would leave its plan under this one
+            kept = self._make(base.above(self.own) if self.own is not None else base)
             with lock:
                 if dispatcher.generation == generation and dispatcher.state() == base:
                     self._keep(base, kept, complete)
                     break
         self._announce(kept)
+        return 1
 
     def _keep(self, state: State, kept: Kept, complete: bool) -> None:
         if not complete:
@@ -352,22 +391,27 @@ class Entry:
             if len(self._plans) > _STATES_KEPT:
                 self._plans.clear()
             self._plans[state] = kept
-        self.wrapper.__code__ = kept.code
+        self._boxed = {}
+        self._install(kept)
 
     def _provisional(self, kept: Kept) -> Kept:
         head, _, body = kept.source.partition('\n')
         forward = self.signature.forward_all()
-        source = f'{head}\n    if _d_complete(): return _d_self({forward})\n{body}'
+        again = f'        if _d_cold({kept.serial!r}) and _d_dyn(): _d_restart()\n        return _d_self({forward})'
+        source = f'{head}\n    if _d_complete():\n{again}\n{body}'
         code = self._compile(source, f'provisional {next(_serials)}').__code__
         weakref.finalize(code, id, kept)
-        return Kept(kept.plan, code, source)
+        return Kept(kept.plan, code, source, kept.serial)
 
     def _complete(self) -> int:
-        """Whether loading has finished since a provisional plan was made; then the function has been planned anew."""
-        if not self.dispatcher.discovery.load(self.operation):
-            return 0
-        self._plan_again()
-        return 1
+        """Whether loading has finished since a provisional plan was made."""
+        return int(self.dispatcher.discovery.load(self.operation))
+
+    def _install(self, kept: Kept | None) -> None:
+        """The code of a kept plan, or cold."""
+        code, self._installed = (kept.code, kept.serial) if kept is not None else (self._cold, '')
+        if self.wrapper.__code__ is not code:
+            self.wrapper.__code__ = code
 
     def install(self, state: State) -> None:
         """Called under the lock, when the state changes: the kept code for it, else cold."""
@@ -376,40 +420,64 @@ class Entry:
             kept = self._by_policy.get(self.policy(state.above(self.own) if self.own is not None else state))
             if kept is not None:
                 self._plans[state] = kept
-        code = kept.code if kept is not None else self._cold
-        if self.wrapper.__code__ is not code:
-            self.wrapper.__code__ = code
+        self._install(kept)
 
     def forget_plans(self) -> None:
         """Called under the lock, when the backends change."""
         self._plans, self._by_policy, self._members = {}, {}, None
-        self.wrapper.__code__ = self._cold
-        for name in list(vars(self._box)):
-            delattr(self._box, name)
-        self._boxed.clear()
+        self._install(None)
+        self._boxed = {}
 
-    def _need_platform(self, platform: str) -> None:
+    def _need_platform(self, serial: str, platform: str) -> int:
         with lock:
             if platform not in self.platforms:
                 self.platforms = (*self.platforms, platform)
-        self._plan_again()
+        return self._plan_again(serial)
 
     def _select(self, layers: tuple[tuple[Any, ...], ...]) -> str:
-        """The attribute of the box that holds the plan for scopes entered inside a trace, innermost last."""
+        """The attribute of the box that holds the plan for scopes entered inside a trace, innermost last.
+
+        A second attempt of the same trace must get the same answer.
+        """
+        try:
+            return self._boxed_for(layers)
+        except DispatchError as error:
+            # raised where Dynamo expects errors of the program, which are no accidents of its own
+            kind, text = type(error), str(error)
+
+            def fail(*args: Any, **kwargs: Any) -> Any:
+                raise kind(text)
+
+            return self._box_up(f'error{next(_serials)}', fail)
+
+    def _boxed_for(self, layers: tuple[tuple[Any, ...], ...]) -> str:
+        self.dispatcher.refuse_if_frozen('enter a scope')
+        key = layers, self.dispatcher.state(), self.dispatcher.generation
+        known = self._boxed.get(key)
+        if known is not None:
+            return known
         virtual = []
         for spec in layers:
             policy = Policy(*spec)
             self.dispatcher.check_policy(policy)
             virtual.append(Layer(policy, 'a scope in the compiled region'))
-        base = self.dispatcher.state().above(*reversed(virtual))
+        base = key[1].above(*reversed(virtual))
         state = base.above(self.own) if self.own is not None else base
         in_force = self.policy(state)
         plan = build(self.signature, self.members(), in_force, self.platforms, self._facts(in_force))
         kept = self._generate(plan, virtual=False)
         function = FunctionType(kept.code, self._namespace, self.name, *self.signature.defaults()[:1])
         function.__kwdefaults__ = self.signature.defaults()[1]
-        name = f'plan{next(_serials)}'
-        setattr(self._box, name, function)
+        self._boxed[key] = self._box_up(f'plan{kept.serial}', function)
+        return self._boxed[key]
+
+    def _box_up(self, name: str, function: Callable[..., Any]) -> str:
+        with lock:
+            setattr(self._box, name, function)
+            # not at once with the plans: a thread may be between the name and the attribute
+            for old in list(vars(self._box))[:-_PLANS_KEPT]:
+                delattr(self._box, old)
+                self._boxed = {k: v for k, v in self._boxed.items() if v != old}
         return name
 
     # -- what generated code calls --------------------------------------------------------------------------------------
@@ -419,7 +487,7 @@ class Entry:
 
     def _raise_no_backend(self, *args: Any, **kwargs: Any) -> Any:
         decision = self.explain(*args, **kwargs)
-        raise NoBackendError(decision.error_text(), decision)
+        raise NoBackendError.of(decision)
 
     # -- the public side --------------------------------------------------------------------------------------------------
 
@@ -441,7 +509,7 @@ class Entry:
 
         decision = explain_entry(self, args, kwargs, platform=None)
         if decision.member is None:
-            raise NoBackendError(decision.error_text(), decision)
+            raise NoBackendError.of(decision)
         return self.direct(decision.member)
 
     def direct(self, member: Member) -> Callable[..., Any]:
@@ -456,7 +524,7 @@ class Entry:
         function = self._compile(source, f'direct {serial}')
         function.__defaults__, function.__kwdefaults__ = self.signature.defaults()
         function.__doc__ = self.function.__doc__
-        weakref.finalize(function.__code__, _drop, self._namespace, (f'_d_direct{serial}',))
+        self._drop_with(function.__code__, f'_d_direct{serial}')
         return function
 
     def bind(self, backend: str | None = None, *, policy: Policy | None = None, **fields: Any) -> Callable[..., Any]:
@@ -496,7 +564,7 @@ class Entry:
 
     def _announce(self, kept: Kept) -> None:
         """At plan time: the ordered candidates at INFO, and warnings for wishes that cannot come true."""
-        hidden = overruled(self.state(), self.operation, self.name)
+        hidden = overruled(self.state(), self.operation, self.name, self._serves)
         if hidden is not None:
             logs.warn_once(
                 ('overruled', self.key, hidden),
@@ -522,9 +590,24 @@ class Entry:
                 logs.logger.info('%s on %s: candidates %s; out: %s', self.key, platform, names, '; '.join(out) or 'none')
 
 
-def _drop(namespace: dict[str, Any], names: tuple[str, ...]) -> None:
-    for name in names:
-        namespace.pop(name, None)
+def _through_verify(backend: BaseBackend, name: str) -> Callable[..., Any]:
+    """The verifier of a backend that overrides `verify()` itself."""
+
+    def verifier(*args: Any, **kwargs: Any) -> Any:
+        return backend.verify(name, *args, **kwargs)
+
+    return verifier
+
+
+# reached in eager from frames that Dynamo gave up on; tracing all that explains a call takes half a minute
+never_a_frame(Entry._raise_no_backend, callees=True)
+never_a_frame(Entry._ranged)
+
+
+def _drop(owner: weakref.ref[Entry], names: tuple[str, ...]) -> None:
+    entry = owner()
+    for name in names if entry is not None else ():
+        entry._namespace.pop(name, None)  # type: ignore[union-attr]
 
 
 def attach(function: Any, entry: Entry) -> None:

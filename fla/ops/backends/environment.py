@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from fla.ops.backends import logs
 from fla.ops.backends.policy import Layer, Policy, normalise
-from fla.ops.backends.toggles import read_boolean
+from fla.ops.backends.toggles import read_boolean, warn_retired
 from fla.utils.env import LIVE, live_key, nearest, split_list, text_of
 
 # name without prefix → (when it is read, what it does). The documentation's table is made from this one.
@@ -54,7 +54,7 @@ class Environment:
         for old, new in self.retired.items():
             old_value = text_of(LIVE.get(live_key(old))) if new == name else None
             if old_value is not None:
-                logs.warn_once(('retired', old), '%s is retired: it still works, set %s instead', old, new)
+                warn_retired(old, new)
                 value = old_value if value is None else value
         return value
 
@@ -116,7 +116,7 @@ class Environment:
         if text is None:
             return
         try:
-            logs.set_threshold(int(text) if text.strip().isdigit() else text)
+            logs.set_threshold(int(text) if text.strip().isdecimal() else text)
         except ValueError as error:
             logs.warn_once(('log level', text), '%s is left out: %s', self.name('LOG_LEVEL'), error)
 

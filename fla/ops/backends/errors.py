@@ -18,9 +18,15 @@ class DispatchError(RuntimeError):
 class NoBackendError(DispatchError, NotImplementedError):
     """No candidate accepts this call. `decision` holds every candidate with its reason; None inside compiled code."""
 
-    def __init__(self, message: str, decision: Decision | None = None) -> None:
-        super().__init__(message)
-        self.decision = decision
+    # no __init__ of its own: Dynamo could not trace it, nor an `except NoBackendError` in compiled code
+    decision: Decision | None = None
+
+    @classmethod
+    def of(cls, decision: Decision) -> NoBackendError:
+        """The error of a decision without a winner."""
+        error = cls(decision.error_text())
+        error.decision = decision
+        return error
 
 
 class BackendBugError(DispatchError):

@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,7 +162,7 @@ class _Collector:
             self.winner = place
 
     def reject(self, place: int, reason: Reason, source: str) -> None:
-        self.verdicts[place] = ('rejected', reason, source)
+        self.verdicts[place] = ('unavailable' if source == 'availability' else 'rejected', reason, source)
 
     def off(self, place: int) -> None:
         gate = self.chain[place].gate
@@ -196,6 +197,8 @@ class _Collector:
 def explain_entry(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], platform: str | None) -> Decision:
     """`explain` for an entry point."""
     bound = entry.signature.signature.bind(*args, **kwargs)
+    if entry.dispatcher.baseline:
+        return _baseline(entry, bound.arguments)
     entry.dispatcher.discovery.load(entry.operation)
     entry.dispatcher.check_environment_once()
     state = entry.state()
@@ -209,25 +212,49 @@ def explain_entry(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], p
         where = device.platform
         facts = _facts_elsewhere(facts, device, assumed)
         args, kwargs = _as_if_on(bound, where)
+    pretended = None if platform is None else where
     plan = build(entry.signature, entry.members(), policy, [where], facts)
     where = where if plan.by_platform else ANY
     chain = plan.chains[where]
     collector = _Collector(chain)
-    _run(entry, plan, where, collector, args, kwargs)
+    _run(entry, plan, where, collector, args, kwargs, pretended)
     return _decision(entry, chain, collector, where, policy.order_source, bound.arguments, assumed)
 
 
-def _run(entry: Entry, plan: Any, platform: str, collector: _Collector, args: Any, kwargs: Any) -> None:
+def _baseline(entry: Entry, arguments: dict[str, Any]) -> Decision:
+    """Nothing is dispatched: the undecorated function runs, whatever it is given."""
+    entry.dispatcher.discovery.load(entry.operation)
+    variable = entry.dispatcher.environment.name('DISABLE_BACKEND_DISPATCH')
+    out = 'excluded', f'{variable} was set at import, so that nothing is dispatched', variable
+    members = sorted(entry.members(), key=lambda member: member.backend.kind != 'default')
+    chain = [Candidate(member, None if member.backend.kind == 'default' else out) for member in members]
+    collector = _Collector(chain)
+    collector.accept(0)
+    return _decision(entry, chain, collector, ANY, variable, arguments, set())
+
+
+def _run(
+    entry: Entry, plan: Any, platform: str, collector: _Collector, args: Any, kwargs: Any, pretended: str | None
+) -> None:
     generator = Explain(entry.signature, plan, 'e')
     generator.only = platform
     source = source_of(generator, entry.name, entry._check_source(plan.policy), first='_d_c')
     namespace = {**entry._namespace, **generator.w.bindings}
+    if pretended is not None:
+        namespace['_d_platform'] = partial(_platform_if, pretended)
     made: dict[str, Any] = {}
     exec(compile(source, f'<fla dispatch {entry.key} explain>', 'exec'), namespace, made)
     function: types.FunctionType = made[entry.name]
     positional, function.__kwdefaults__ = entry.signature.defaults()
     function.__defaults__ = positional
     function(collector, *args, **kwargs)
+
+
+def _platform_if(pretended: str, value: Any) -> str:
+    """The platform of a value where fake tensors stand for another platform's."""
+    if isinstance(value, torch.Tensor) and value.device.type == _stand_in(pretended):
+        return pretended
+    return tensors.platform_of(value)
 
 
 def _platform_of_call(entry: Entry, arguments: dict[str, Any]) -> str:
@@ -258,6 +285,8 @@ def _decision(
             notes.append(f'skipped in compiled code: {c.member.untraceable}')
         if id(backend) in assumed:
             notes.append('assumed to be installed')
+        if c.overridden:
+            notes.append(f'forced by {order} although {c.overridden}')
         kind = backend.kind if c.member.implementation is not None else 'vendor'
         reports.append(
             CandidateReport(
@@ -320,12 +349,17 @@ def _facts_elsewhere(here: Facts, device: Device, assumed: set[int]) -> Facts:
     return Facts(package, lambda backend, where: capability_verdict(backend, where), lambda _: (device,), here.gate)
 
 
+def _stand_in(platform: str) -> str:
+    """The device type of a fake tensor that stands for one on a platform. Only torch_npu has a device for NPUs."""
+    return {'rocm': 'cuda', 'npu': 'npu' if hasattr(torch, 'npu') else 'meta', NO_TENSOR: 'cpu'}.get(platform, platform)
+
+
 def _as_if_on(bound: inspect.BoundArguments, platform: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with every tensor replaced by a fake one on that platform. Arguments named `…_cpu` stay on the host."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_map_only
 
-    kind = {'rocm': 'cuda', 'npu': 'privateuseone', NO_TENSOR: 'cpu'}.get(platform, platform)
+    kind = _stand_in(platform)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform as python_platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from fla.ops.backends.backend import format_reason
 from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
 from fla.ops.backends.errors import ManifestMismatchError
 from fla.ops.backends.locking import lock
-from fla.ops.backends.plan import build
+from fla.ops.backends.plan import ANY, build
 
 
 class Manifest(dict[str, Any]):
@@ -56,16 +56,18 @@ def manifest(dispatcher: Dispatcher | None = None, *, platforms: tuple[str, ...]
         dispatcher: the namespace; default: fla's own.
         platforms: platforms to answer for. Default: those that calls have been seen on, else 'cpu'.
     """
-    owner = dispatcher or default_dispatcher()
+    return _manifest(dispatcher or default_dispatcher(), lambda key, seen: platforms or seen or ('cpu',))
+
+
+def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tuple[str, ...]]) -> Manifest:
+    """`platforms(key, seen)` are those that a function is answered for, given those that its calls were seen on."""
     owner.discovery.load_all()
     state = owner.state()
     selections = {}
     packages: set[str] = set()
     for key, entry in sorted(owner.functions().items()):
         policy = entry.policy(state)
-        plan = build(
-            entry.signature, entry.members(), policy, platforms or entry.platforms or ('cpu',), entry._facts(policy)
-        )
+        plan = build(entry.signature, entry.members(), policy, platforms(key, entry.platforms), entry._facts(policy))
         chains = {}
         for platform, chain in plan.chains.items():
             rows = []
@@ -107,8 +109,10 @@ def freeze_dispatch(dispatcher: Dispatcher | None = None, *, platforms: tuple[st
     owner.state()
     if owner.frozen is None:
         names = {name for backend in owner._backends() for name in owner.toggles.variables(backend)}
+        for backend in owner._backends():
+            owner.toggles.gate(backend)  # so that what an overridden is_enabled() says now is known
         with lock:
-            owner.frozen = {'env': {name: os.environ.get(name) for name in names}}
+            owner.frozen = {'env': {name: os.environ.get(name) for name in names}, 'layers': owner.state().layers}
             owner.push()
     return manifest(owner, platforms=platforms)
 
@@ -144,8 +148,11 @@ def require_manifest(expected: str | Path | Mapping[str, Any], dispatcher: Dispa
         raise ValueError('expected must be a manifest, or the path of one saved by freeze_dispatch().save(path)')
     if wanted['sha256'] != _hash(wanted):
         raise ManifestMismatchError('the manifest was edited: its sha256 does not fit its content')
-    platforms = tuple(dict.fromkeys(p for chains in wanted['selections'].values() for p in chains if p != 'any'))
-    have = manifest(dispatcher, platforms=platforms)
+    selections: Mapping[str, Mapping[str, Any]] = wanted['selections']
+    have = _manifest(
+        dispatcher or default_dispatcher(),
+        lambda key, seen: tuple(p for p in selections.get(key, ()) if p != ANY) or seen or ('cpu',),
+    )
     if have.sha256 != wanted['sha256']:
         raise ManifestMismatchError('this process differs from the manifest:\n' + '\n'.join(_differences(wanted, have, '')))
     return have

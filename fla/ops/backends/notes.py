@@ -9,22 +9,12 @@ from typing import TYPE_CHECKING, Any
 from fla.ops.backends import logs
 from fla.ops.backends.backend import format_reason
 from fla.ops.backends.codegen import Actions
+from fla.ops.backends.dynamo import while_tracing
 from fla.ops.backends.plan import Candidate
 from fla.ops.backends.signature import location
 
 if TYPE_CHECKING:
     from fla.ops.backends.entry import Entry
-
-
-def while_tracing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function around a bound method that Dynamo runs at trace time instead of tracing it. What
-    torch.compiler.assume_constant_result does, without importing all of Dynamo."""
-
-    def run(*args: Any) -> Any:
-        return method(*args)
-
-    run._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return run
 
 
 class Notes(Actions):

@@ -25,17 +25,21 @@ NO_TENSOR = 'none'
 class Test:
     """One generated test: a source expression that is true where the candidate cannot serve the call.
 
-    `values` is source of the values that `reason` (a template) needs, evaluated only by those who show reasons.
+    `values` is source of the values that `reason` (a template) needs, evaluated only by those who show reasons; without a
+    template it is the whole reason. `unavailable` tells a device that will not do from a call that will not do.
     """
 
     rejects: str
     reason: str
     values: str = ''
     bindings: Mapping[str, Any] = field(default_factory=dict)
+    unavailable: bool = False
 
     @property
     def reason_source(self) -> str:
         """Source of the reason as a verifier would give it."""
+        if not self.reason:
+            return self.values
         return f'({self.reason!r}, {self.values})' if self.values else repr(self.reason)
 
 
@@ -48,6 +52,7 @@ class Gate:
         on, off: the combinations of raw values known to mean so; any other one makes the function re-plan.
         is_on: what the values meant when the plan was built (that group is tested first).
         ask: instead of all that, an `is_enabled` whose variables nobody knows: asked on each call, never in compiled code.
+        problem: what is wrong with the backend's own code, which could not say whether it is on; it then counts as off.
     """
 
     variables: tuple[str, ...] = ()
@@ -55,6 +60,7 @@ class Gate:
     off: tuple[tuple[Any, ...], ...] = ()
     is_on: bool = True
     ask: Callable[[], bool] | None = None
+    problem: str | None = None
 
     @property
     def source(self) -> str:
@@ -64,7 +70,7 @@ class Gate:
     @property
     def says_off(self) -> str:
         """The reason when it is off."""
-        return f'switched off by {self.source}'
+        return self.problem or f'switched off by {self.source}'
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,8 @@ class Member:
 @dataclass(frozen=True)
 class Candidate:
     """A member in its place in the order, on one platform. `out` is why it cannot be reached at all: (verdict, reason,
-    source); it is then shown by `explain` and absent from the code of a call."""
+    source); it is then shown by `explain` and absent from the code of a call. `overridden` is the filter or toggle that a
+    forced choice ignores."""
 
     member: Member
     out: tuple[str, Reason, str] | None = None
@@ -108,6 +115,7 @@ class Candidate:
     tests: tuple[Test, ...] = ()
     wished: bool = False
     asks_preference: bool = True
+    overridden: str = ''
 
     @property
     def accepts_always(self) -> bool:
@@ -198,6 +206,7 @@ def _candidate(signature: Signature, member: Member, policy: Effective, platform
     wished = wished or (policy.only is not None and _is_named(policy.only, backend))
     out, tests = _availability(signature, member, platform, facts)
     gate = None
+    overridden = _overridden(policy, backend, facts) if out is None and policy.use is not None else ''
     if out is None and policy.use is None:
         out = _filtered(policy, backend)
         if out is None:
@@ -207,7 +216,16 @@ def _candidate(signature: Signature, member: Member, policy: Effective, platform
                 gate = None
     if out is None:
         tests += (*_declared_tests(signature, backend), *_missing_tests(signature, member))
-    return Candidate(member, out, gate, tests, wished, asks_preference=policy.use is None)
+    return Candidate(member, out, gate, tests, wished, policy.use is None, overridden)
+
+
+def _overridden(policy: Effective, backend: BaseBackend, facts: Facts) -> str:
+    """What would keep a backend out if it were not forced."""
+    filtered = _filtered(policy, backend)
+    if filtered is not None:
+        return str(filtered[1])
+    gate = facts.gate(backend)
+    return '' if gate.is_on else gate.says_off
 
 
 def _is_named(verb: Verb, backend: BaseBackend) -> bool:
@@ -263,13 +281,13 @@ def _per_device(
     bad = {index: reason for index, (usable, reason) in verdicts.items() if not usable}
     if not bad:
         return None, ()
-    if len(bad) == len(verdicts) and len(set(bad.values())) == 1:
-        return ('unavailable', next(iter(bad.values())), 'availability'), ()
+    first = next(iter(bad.values()))
+    if len(bad) == len(verdicts) and all(reason == first for reason in bad.values()):
+        return ('unavailable', first, 'availability'), ()
     name = f'_d_bad_{backend.backend_type}_{platform}'
     name = ''.join(c if c.isalnum() else '_' for c in name)
     reads = f'{name}[_d_x.get_device()]'
-    test = Test(f'_d_x.get_device() in {name}', 'this device: %s', reads, {name: bad})
-    return None, (test,)
+    return None, (Test(f'_d_x.get_device() in {name}', '', reads, {name: bad}, unavailable=True),)
 
 
 def _declared_tests(signature: Signature, backend: BaseBackend) -> list[Test]:
@@ -280,7 +298,7 @@ def _declared_tests(signature: Signature, backend: BaseBackend) -> list[Test]:
     for name, allowed in _per_parameter(signature, backend.dtypes).items():
         binding = _binding('dtypes', backend, name)
         words = ', '.join(str(dtype).removeprefix('torch.') for dtype in allowed)
-        read = name if not signature.is_optional_tensor(name) else f'getattr({name}, "dtype", None)'
+        read = name if not signature.is_optional_tensor(name) else f'_d_getattr({name}, "dtype", None)'
         read = f'{name}.dtype' if read == name else read
         absent = f'{name} is not None and ' if read != f'{name}.dtype' else ''
         reason = f'dtype of {name!r} must be {words}, got %s'
@@ -322,7 +340,7 @@ def _grad_tests(signature: Signature) -> list[Test]:
     needs = []
     for name in signature.tensors:
         if not signature.annotated:
-            needs.append(f'getattr({name}, "requires_grad", False)')
+            needs.append(f'_d_getattr({name}, "requires_grad", False)')
         elif signature.is_optional_tensor(name):
             needs.append(f'({name} is not None and {name}.requires_grad)')
         else:

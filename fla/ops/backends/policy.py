@@ -237,7 +237,9 @@ def _order_of(layer: Layer, operation: str, function: str, serves: Callable[[tup
     return {'prefer': Verb(policy.prefer, layer.source)} if policy.prefer else {}
 
 
-def overruled(state: State, operation: str, function: str) -> tuple[Layer, Layer] | None:
+def overruled(
+    state: State, operation: str, function: str, serves: Callable[[tuple[str, ...]], bool]
+) -> tuple[Layer, Layer] | None:
     """A scope or code layer whose order hides an exclusive order further down: (that layer, the hidden one)."""
     speaker = None
     for layer in state.layers:
@@ -245,7 +247,7 @@ def overruled(state: State, operation: str, function: str) -> tuple[Layer, Layer
             continue
         if speaker is not None and layer.policy.listed(operation, function) is not None:
             return speaker, layer
-        if speaker is None and _order_of(layer, operation, function, lambda tokens: True):
+        if speaker is None and _order_of(layer, operation, function, serves):
             speaker = layer
     return None
 

@@ -6,19 +6,19 @@ name is taken back by its handle, and what it covered serves again.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fla.ops.backends import logs
-from fla.ops.backends.backend import KINDS, RESERVED_NAMES, BaseBackend
-from fla.ops.backends.errors import RegistrationError, unknown_name
+from fla.ops.backends.backend import BaseBackend
+from fla.ops.backends.declaration import check_declaration
+from fla.ops.backends.discovery import import_whole
+from fla.ops.backends.errors import unknown_name
 from fla.ops.backends.locking import lock
-from fla.utils.devices import PLATFORMS
 
 if TYPE_CHECKING:
     from fla.ops.backends.dispatcher import Dispatcher
@@ -80,9 +80,12 @@ class BackendRegistry:
     def __new__(cls, operation: str, dispatcher: Dispatcher | None = None) -> BackendRegistry:
         from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
 
-        if not isinstance(operation, str) or not operation.strip():
-            raise TypeError(f"operation must be a name such as 'kda', got {operation!r}")
-        owner = dispatcher if isinstance(dispatcher, Dispatcher) else default_dispatcher()
+        named = isinstance(operation, str) and all(part.isidentifier() for part in operation.split('.'))
+        if not named and operation != '*':
+            raise TypeError(f"operation must be a name such as 'kda', or '*', got {operation!r}")
+        if dispatcher is not None and not isinstance(dispatcher, Dispatcher):
+            raise TypeError(f'dispatcher must be a Dispatcher, got {dispatcher!r}')
+        owner = dispatcher or default_dispatcher()
         with lock:
             known = owner.registries.get(operation)
             if known is None:
@@ -103,7 +106,7 @@ class BackendRegistry:
 
     def registrations(self) -> tuple[Registration, ...]:
         """What is in force: the newest registration of each name, in order of first registration."""
-        newest = {entry.name: entry for entry in self._entries}
+        newest = {entry.name: entry for entry in sorted(self._entries, key=lambda entry: entry.serial)}
         return tuple(sorted(newest.values(), key=lambda entry: entry.position))
 
     def __iter__(self) -> Iterator[BaseBackend]:
@@ -154,7 +157,8 @@ class BackendRegistry:
         serial = next(_serials)
         entry = Registration(instance, path, origin, serial, serial, by=self._who(frame.f_globals.get('__name__', '')))
         with lock:
-            entry = self._add(entry)
+            entry, covered = self._add(entry)
+        self._warn_of(covered, entry)
         self._tell('registered', entry)
         return Handle(self, entry.serial)
 
@@ -162,26 +166,33 @@ class BackendRegistry:
         own = self.dispatcher.discovery.module_of(self.operation)
         return 'package' if f'{module}.'.startswith(f'{own}.') else self.dispatcher.who_registers()
 
-    def _add(self, entry: Registration) -> Registration:
-        covered = next((old for old in self.registrations() if old.name == entry.name), None)
+    def _add(self, entry: Registration) -> tuple[Registration, Registration | None]:
+        """Called under the lock; also returns another one of this name that stands elsewhere, newer or older: a path that
+        has just been imported may be older than what has its name now."""
+        other = next((old for old in self.registrations() if old.name == entry.name), None)
         kept = self._entries
-        if covered is not None:
-            entry = replace(entry, position=covered.position)
-            if _same_source(covered, entry):
-                kept = tuple(old for old in kept if old is not covered)
-            else:
-                logs.logger.warning(
-                    'operation %r: backend %r is registered from %s and again from %s; the newest is used',
-                    self.operation,
-                    entry.name,
-                    covered.origin,
-                    entry.origin,
-                )
+        if other is not None:
+            entry = replace(entry, position=min(entry.position, other.position))
+            if _same_source(other, entry):
+                kept = tuple(old for old in kept if old is not other)
+                other = None
         self._entries = (*kept, entry)
         if entry.by == 'package':
             self._own = (*(old for old in self._own if old.name not in (entry.name, entry.path)), entry)
         self.dispatcher.registry_changed(self)
-        return entry
+        return entry, other
+
+    def _warn_of(self, other: Registration | None, entry: Registration) -> None:
+        if other is None:
+            return
+        older, newer = sorted((other, entry), key=lambda known: known.serial)
+        logs.logger.warning(
+            'operation %r: backend %r is registered from %s and again from %s; the newest is used',
+            self.operation,
+            entry.name,
+            older.origin,
+            newer.origin,
+        )
 
     def _remove(self, serial: int) -> None:
         self.dispatcher.refuse_if_frozen('remove a backend')
@@ -221,6 +232,7 @@ class BackendRegistry:
         """Called under the lock: only what the operation's own package registered remains, removed or not."""
         self._entries = self._own
         self._listeners = ()
+        self.retry_paths()
 
     def _tell(self, event: str, entry: Registration) -> None:
         for listener in (*self._listeners, *self.dispatcher.listeners):
@@ -231,17 +243,29 @@ class BackendRegistry:
 
     # -- paths --------------------------------------------------------------------------------------------------------
 
-    def import_paths(self) -> None:
-        """Import what is registered by path and not imported yet. Each failure stays with its own registration."""
-        for entry in self._entries:
-            if entry.backend is None and entry.error is None:
-                self._import(entry)
+    def import_paths(self) -> bool:
+        """Import what is registered by path and not imported yet. Each failure stays with its own registration.
 
-    def _import(self, entry: Registration) -> None:
+        False if one of them is being imported further up in this very thread.
+        """
+        new = [entry for entry in self._entries if entry.backend is None and entry.error is None]
+        return all([self._import(entry) for entry in new])
+
+    def retry_paths(self) -> None:
+        """Called under the lock: what could not be imported is tried again when the operation is next used."""
+
+        def again(entries: tuple[Registration, ...]) -> tuple[Registration, ...]:
+            return tuple(replace(entry, error=None) if entry.backend is None else entry for entry in entries)
+
+        self._entries, self._own = again(self._entries), again(self._own)
+
+    def _import(self, entry: Registration) -> bool:
         module, _, name = str(entry.path).partition(':')
-        loaded = entry
         try:
-            found = getattr(importlib.import_module(module), name)
+            whole = import_whole(module)
+            if whole is None:
+                return False
+            found = getattr(whole, name)
             backend = found() if isinstance(found, type) else found
             if not isinstance(backend, BaseBackend):
                 raise TypeError(f'{entry.path} is {backend!r}, not a BaseBackend')
@@ -249,21 +273,33 @@ class BackendRegistry:
             self.dispatcher.check_registration(self, backend, entry.origin)
             loaded = replace(entry, backend=backend)
         except Exception as error:
-            loaded = replace(entry, error=f'{type(error).__name__}: {error}')
+            # an optional package that is missing is ordinary; anything else is a bug
             optional = isinstance(error, ModuleNotFoundError) and (error.name or '').split('.')[0] != module.split('.')[0]
-            level = logging.INFO if optional else logging.WARNING
-            logs.logger.log(
-                level,
-                'backend %s (registered at %s) is out: %s',
-                entry.path,
-                entry.origin,
-                loaded.error,
-                exc_info=not optional,
-            )
+            if not optional and self.dispatcher.is_strict():
+                raise
+            loaded = replace(entry, error=f'{type(error).__name__}: {error}')
+            if self._replace(entry, loaded):
+                logs.logger.log(
+                    logging.INFO if optional else logging.WARNING,
+                    'backend %s (registered at %s) is out: %s',
+                    entry.path,
+                    entry.origin,
+                    loaded.error,
+                    exc_info=not optional,
+                )
+            return True
+        self._replace(entry, loaded)
+        return True
+
+    def _replace(self, entry: Registration, loaded: Registration) -> bool:
+        """Put what an import brought in the place of its path, unless another thread has."""
         with lock:
-            if entry in self._entries:
-                self._entries = tuple(old for old in self._entries if old is not entry)
-                self._add(loaded)
+            if entry not in self._entries:
+                return False
+            self._entries = tuple(old for old in self._entries if old is not entry)
+            loaded, other = self._add(loaded)
+        self._warn_of(other, loaded)
+        return True
 
 
 def _same_source(one: Registration, other: Registration) -> bool:
@@ -274,48 +310,11 @@ def _same_source(one: Registration, other: Registration) -> bool:
     return (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__) and _place(one) == _place(other)
 
 
-def _place(entry: Registration) -> tuple[str, str]:
-    """Where a registration stands; a notebook cell gets a new file name each time it runs."""
-    file, _, line = entry.origin.rpartition(':')
-    return ('<notebook>' if file.startswith('<ipython') or 'ipykernel' in file else file), line
+def _place(entry: Registration) -> str:
+    """Where a registration stands. A notebook cell gets a new file name each time it runs, and other lines when edited."""
+    file = entry.origin.rpartition(':')[0]
+    return '<notebook>' if any(mark in file for mark in _NOTEBOOKS) else entry.origin
 
 
-def check_declaration(backend: BaseBackend) -> None:
-    """What a backend says of itself, checked once at registration.
-
-    Raises:
-        RegistrationError: names the attribute, what it is and what it may be.
-    """
-
-    def wrong(attribute: str, allowed: str) -> RegistrationError:
-        value = getattr(backend, attribute)
-        return RegistrationError(f'{type(backend).__qualname__}.{attribute} is {value!r}; it must be {allowed}')
-
-    name = backend.backend_type
-    if not isinstance(name, str) or not name.strip() or name == 'base' or set(name) & set(' ,|;=:'):
-        raise wrong('backend_type', 'a name of its own without spaces and without , | ; = :')
-    if backend.kind not in ('vendor', 'native', 'reference'):
-        raise wrong('kind', "'vendor', 'native' or 'reference'")
-    taken = [word for word in (*RESERVED_NAMES, *KINDS) if name.casefold() == word]
-    if taken and not (name == 'reference' and backend.kind == 'reference'):
-        raise wrong('backend_type', f'something else: {", ".join(dict.fromkeys((*RESERVED_NAMES, *KINDS)))} are reserved')
-    if isinstance(backend.priority, bool) or not isinstance(backend.priority, (int, float)):
-        raise wrong('priority', 'a number; lower is asked earlier')
-    if backend.grad not in ('none', 'backward'):
-        raise wrong('grad', "'none' (inference only) or 'backward'")
-    _check_platforms(backend, wrong)
-    capability = backend.min_capability
-    if capability is not None and not (isinstance(capability, tuple) and all(isinstance(n, int) for n in capability)):
-        raise wrong('min_capability', 'a tuple such as (9, 0)')
-    if isinstance(backend.extra_env, str) or not all(isinstance(n, str) for n in backend.extra_env):
-        raise wrong('extra_env', 'a tuple of variable names')
-    if backend.env_var is not None and (not isinstance(backend.env_var, str) or not backend.env_var.strip()):
-        raise wrong('env_var', 'the name of an environment variable, or None')
-
-
-def _check_platforms(backend: BaseBackend, wrong: Callable[[str, str], RegistrationError]) -> None:
-    declared: Any = backend.devices
-    groups = list(declared.values()) if hasattr(declared, 'values') else [declared] if declared is not None else []
-    for group in groups:
-        if isinstance(group, str) or any(platform not in PLATFORMS for platform in group):
-            raise wrong('devices', f'a tuple of platforms ({", ".join(PLATFORMS)}), or one per parameter')
+# Jupyter's and Colab's names for the file of a cell, old and new.
+_NOTEBOOKS = ('<ipython-input', 'ipykernel_', 'ipython-input-')

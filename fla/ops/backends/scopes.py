@@ -5,8 +5,9 @@ Dynamo. Each pushes a token and its exit removes that token, so that interleaved
 stale policy. What must differ between two models in one process is bound (`chunk_kda.bind(...)`), not scoped.
 
 Entered inside a region that Dynamo traces, a scope changes nothing in the process: it adds its policy to an attribute that
-Dynamo tracks (and takes back by itself when a trace restarts or is given up). The generated code looks there while it is
-traced, and only then.
+Dynamo tracks (and takes back by itself when a trace restarts or is given up). Where a graph break separates entering from
+leaving, Dynamo leaves the attribute to eager code. The generated code therefore always looks there first, and scopes that
+are entered meanwhile go on top of it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import torch
 
 from fla.ops.backends import logs
 from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
+from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import DispatchError
 from fla.ops.backends.policy import Layer, Policy, State
 
 _tokens = itertools.count()
-_holders: dict[int, int] = {}
 
 
 class Scope:
@@ -33,53 +34,67 @@ class Scope:
 
     def __init__(self, verb: str, spec: tuple[Any, ...], dispatcher: Dispatcher) -> None:
         self.verb, self.spec, self.dispatcher = verb, spec, dispatcher
-        self.entered: list[int] = []
+        self.entered: list[int | None] = []
 
     def __enter__(self) -> Scope:
+        virtual = self.dispatcher.virtual
         if torch.compiler.is_dynamo_compiling():
-            virtual = self.dispatcher.virtual
             virtual.layers = (*virtual.layers, self.spec)
+            self.entered.append(None)
+        elif virtual.layers:
+            self._check()
+            virtual.layers = (*virtual.layers, self.spec)
+            self.entered.append(None)
         else:
-            self.entered.append(self._push())
+            self.entered.append(self._push(self._check()))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if torch.compiler.is_dynamo_compiling():
+        token = self.entered.pop()
+        if token is None:
             virtual = self.dispatcher.virtual
             virtual.layers = virtual.layers[:-1]
         else:
-            leave(self.dispatcher, self.entered.pop())
+            leave(self.dispatcher, token)
 
-    def _push(self) -> int:
+    def _check(self) -> Policy:
         dispatcher, policy = self.dispatcher, Policy(*self.spec)
         if policy.use and dispatcher.baseline:
             variable = dispatcher.environment.name('DISABLE_BACKEND_DISPATCH')
             raise DispatchError(f'{self.verb}: {variable} was set at import, so that nothing is dispatched; unset it')
         dispatcher.refuse_if_frozen(f'enter {self.verb}')
         dispatcher.check_policy(policy)
+        return policy
+
+    def _push(self, policy: Policy) -> int:
         frame = sys._getframe(2)
         source = f'{self.verb} at {frame.f_code.co_filename}:{frame.f_lineno}'
-        return enter(dispatcher, self.verb, Layer(policy, source))
+        return enter(self.dispatcher, self.verb, Layer(policy, source))
+
+
+# they would take themselves for a part of a compiled region
+never_a_frame(Scope.__enter__)
+never_a_frame(Scope.__exit__)
 
 
 def enter(dispatcher: Dispatcher, verb: str, layer: Layer, pinned: State | None = None) -> int:
     """Push a scope; returns the token that `leave` takes."""
     token, me = next(_tokens), threading.get_ident()
-    if any(thread != me for thread in list(_holders.values())):
+    if any(thread != me for thread in list(dispatcher.holders.values())):
         logs.warn_once(
             ('scope threads',),
             '%s is entered while another thread holds a scope. Scopes are process-wide: bind() what must '
             'differ between threads.',
             verb,
         )
-    _holders[token] = me
+    dispatcher.holders[token] = me
     dispatcher.push_scope(token, layer, pinned)
     return token
 
 
 def leave(dispatcher: Dispatcher, token: int) -> None:
     """Remove a scope, wherever it stands."""
-    _holders.pop(token, None)
+    dispatcher.holders.pop(token, None)
     dispatcher.pop_scope(token)
 
 

@@ -175,8 +175,12 @@ class Signature:
 
     def drift(self, method: Callable[..., Any]) -> list[str]:
         """What in the signature of `method` disagrees with the public function: unknown parameters, other defaults."""
+        try:
+            theirs = parameters_of(method)
+        except (TypeError, ValueError) as error:
+            return [f'its signature cannot be read: {error}']
         found = []
-        for name, parameter in parameters_of(method).items():
+        for name, parameter in theirs.items():
             if parameter.kind in (VAR_POSITIONAL, VAR_KEYWORD):
                 continue
             if name not in self.names:

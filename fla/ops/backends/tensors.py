@@ -80,6 +80,13 @@ def same(value: Any, default: Any) -> bool:
     return not isinstance(value, torch.Tensor) and type(value) is type(default) and bool(value == default)
 
 
+def decide(answer: Any) -> Any:
+    """A verifier's answer as a bool, where it is a comparison of dynamic sizes; anything else as it is."""
+    if isinstance(answer, (bool, torch.SymBool)):
+        return True if answer else False  # noqa: SIM210 - for Dynamo, `bool(answer)` is a symbol still
+    return answer
+
+
 def any_requires_grad(values: Any) -> bool:
     """Whether a tensor in a (nested) list, tuple or mapping, or the value itself, requires grad."""
     if isinstance(values, torch.Tensor):

@@ -171,16 +171,20 @@ def counters(dispatcher: Dispatcher | None = None) -> dict[tuple[str, str], int]
 _environment_traces: dict[int, Trace] = {}
 
 
-def start_environment_trace(dispatcher: Dispatcher) -> None:
-    """For FLA_DISPATCH_TRACE=1: record from now on, and print the counters at exit."""
-    if id(dispatcher) in _environment_traces:
+def follow_environment(dispatcher: Dispatcher, wanted: bool) -> None:
+    """For FLA_DISPATCH_TRACE=1: record from now on, and print the counters at exit. Without it, end that."""
+    running = _environment_traces.get(id(dispatcher))
+    is_running = running is not None and running in dispatcher.traces
+    if running is not None and is_running and not wanted:
+        running.stop()
+    if is_running or not wanted:
         return
-    running = _environment_traces[id(dispatcher)] = Trace(dispatcher=dispatcher)
+    started = _environment_traces[id(dispatcher)] = Trace(dispatcher=dispatcher)
     with lock:
-        dispatcher.traces = (*dispatcher.traces, running)
+        dispatcher.traces = (*dispatcher.traces, started)
 
     def report() -> None:
-        if running.counters:
-            print(f'dispatched calls of {dispatcher.namespace}:\n{running.summary()}', file=sys.stderr)
+        if started.counters:
+            print(f'dispatched calls of {dispatcher.namespace}:\n{started.summary()}', file=sys.stderr)
 
     atexit.register(report)

@@ -39,6 +39,8 @@ COMPILED = {
     'warn': ('warns: it cannot be traced', 'return the reason instead'),
     'print': ('prints: it cannot be traced', 'return the reason instead'),
     'perf_counter': ('reads a clock: it cannot be traced', 'decide on the arguments alone'),
+    'monotonic': ('reads a clock: it cannot be traced', 'decide on the arguments alone'),
+    'time': ('reads a clock: it cannot be traced', 'decide on the arguments alone'),
 }
 
 _LOADS = ('LOAD_GLOBAL', 'LOAD_NAME', 'LOAD_ATTR', 'LOAD_METHOD', 'LOAD_DEREF')

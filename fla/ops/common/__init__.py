@@ -1,0 +1,1 @@
+"""What several linear recurrences share: argument checks, gates, the chunked delta rule in PyTorch."""

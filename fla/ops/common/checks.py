@@ -1,0 +1,170 @@
+"""Checks of arguments that the recurrences share. They raise before any backend is asked, and name the argument, what came
+and what is allowed. Metadata only, unless reading a value costs no synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fla.ops.backends import check_tensors
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256
+
+
+def _shape(name: str, tensor: torch.Tensor, wanted: Sequence[int | torch.SymInt], meaning: str) -> None:
+    if tensor.dim() != len(wanted) or any(have != want for have, want in zip(tensor.shape, wanted, strict=True)):
+        raise ValueError(f'{name} must be {meaning} = {list(wanted)}, got {list(tensor.shape)}')
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q, k `[B, T, H, K]` and v `[B, T, HV, V]`, one floating dtype, HV a multiple of H, K and V at most 256."""
+    for name, tensor in (('q', q), ('k', k), ('v', v)):
+        if tensor.dim() != 4:
+            raise ValueError(f'{name} must have 4 dimensions [batch, time, heads, head dim], got shape {list(tensor.shape)}')
+    if q.dtype not in FLOATS:
+        raise TypeError(f'q must be float16, bfloat16, float32 or float64, got {q.dtype}')
+    for name, tensor in (('k', k), ('v', v)):
+        if tensor.dtype != q.dtype:
+            raise TypeError(f'q, k and v must have one dtype: q is {q.dtype}, {name} is {tensor.dtype}')
+    if k.shape != q.shape:
+        raise ValueError(f'k must be shaped like q {list(q.shape)}, got {list(k.shape)}')
+    if v.shape[:2] != q.shape[:2]:
+        raise ValueError(f'v must have the batch and time of q {list(q.shape[:2])}, got {list(v.shape[:2])}')
+    heads, value_heads = q.shape[2], v.shape[2]
+    if heads == 0 or value_heads % heads != 0:
+        raise ValueError(f'the heads of v must be a multiple of those of q: v has {value_heads}, q has {heads}')
+    for name, size in (('q', q.shape[3]), ('v', v.shape[3])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f'the head dim of {name} must be between 1 and {MAX_HEAD_DIM}, got {size}')
+
+
+def check_per_token(name: str, tensor: torch.Tensor, q: torch.Tensor, v: torch.Tensor, *, per_channel: bool = False) -> None:
+    """A gate or beta: `[B, T, HV]`, or per channel `[B, T, HV, K]`; the dtype of q or float32."""
+    wanted = [q.shape[0], q.shape[1], v.shape[2], *([q.shape[3]] if per_channel else [])]
+    _shape(name, tensor, wanted, '[B, T, HV, K]' if per_channel else '[B, T, HV]')
+    check_companion(name, tensor, q)
+
+
+def check_companion(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
+    """Tensors beside q, k and v may have their dtype or float32."""
+    if tensor.dtype not in (q.dtype, torch.float32):
+        allowed = f'{q.dtype} or torch.float32' if q.dtype != torch.float32 else 'torch.float32'
+        raise TypeError(f'{name} must be {allowed}, got {tensor.dtype}')
+
+
+def check_cu_seqlens(
+    q: torch.Tensor, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None = None, check_values: bool = False
+) -> int | torch.SymInt:
+    """`cu_seqlens` `[N + 1]`, int32 or int64, with B == 1. Content is read on the host only. Returns N."""
+    for name, lens in (('cu_seqlens', cu_seqlens), ('cu_seqlens_cpu', cu_seqlens_cpu)):
+        if lens is None:
+            continue
+        if lens.dim() != 1 or lens.shape[0] < 1:
+            raise ValueError(f'{name} must have one dimension [N + 1], got shape {list(lens.shape)}')
+        if lens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f'{name} must be int32 or int64, got {lens.dtype}')
+        if q.shape[0] != 1:
+            raise ValueError(f'with {name} the batch must be 1 (sequences are packed along time), got B = {q.shape[0]}')
+    if cu_seqlens is None:
+        if cu_seqlens_cpu is not None:
+            raise ValueError('cu_seqlens_cpu is a copy of cu_seqlens and needs it: pass cu_seqlens too')
+        return q.shape[0]
+    if cu_seqlens_cpu is not None:
+        if cu_seqlens_cpu.device.type != 'cpu':
+            raise ValueError(f'cu_seqlens_cpu must be on the CPU, is on {cu_seqlens_cpu.device}')
+        _shape('cu_seqlens_cpu', cu_seqlens_cpu, list(cu_seqlens.shape), 'shaped like cu_seqlens')
+    for name, lens in (('cu_seqlens', cu_seqlens), ('cu_seqlens_cpu', cu_seqlens_cpu)):
+        if lens is not None and (check_values or _readable(lens)):
+            _check_lens(name, lens, int(q.shape[1]))
+    return cu_seqlens.shape[0] - 1
+
+
+def _readable(lens: torch.Tensor) -> bool:
+    """Whether the values can be had without a synchronisation, a trace or a transform in the way."""
+    if torch.compiler.is_compiling() or type(lens) is not torch.Tensor or not lens.is_cpu:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(lens)
+
+
+def _check_lens(name: str, lens: torch.Tensor, length: int) -> None:
+    values = lens.tolist()
+    if values[0] != 0 or values[-1] != length:
+        raise ValueError(f'{name} must start at 0 and end at T = {length}, got {values[0]} … {values[-1]}')
+    for i, (start, end) in enumerate(zip(values, values[1:], strict=False)):
+        if end < start:
+            raise ValueError(f'{name} must not decrease: entry {i} is {start}, entry {i + 1} is {end}')
+
+
+def check_state(
+    initial_state: torch.Tensor | None, q: torch.Tensor, v: torch.Tensor, count: int | torch.SymInt, state_v_first: bool
+) -> None:
+    """`initial_state` `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; the dtype of q or float32."""
+    if initial_state is None:
+        return
+    dims, meaning = [q.shape[3], v.shape[3]], '[N, HV, K, V]'
+    if state_v_first:
+        dims, meaning = dims[::-1], '[N, HV, V, K]'
+    _shape('initial_state', initial_state, [count, v.shape[2], *dims], meaning)
+    check_companion('initial_state', initial_state, q)
+
+
+def check_gate_parameters(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    use_gate_in_kernel: bool,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    *,
+    per_channel: bool,
+    lower_bound: float | None = None,
+) -> None:
+    """`A_log` `[HV]` and `dt_bias` `[HV]` or `[HV * K]`, for raw gates only."""
+    heads = v.shape[2]
+    if not use_gate_in_kernel:
+        for name, value in (('A_log', A_log), ('dt_bias', dt_bias)):
+            if value is not None:
+                raise ValueError(f'{name} belongs to raw gates: pass use_gate_in_kernel=True, or leave {name} out')
+        return
+    if A_log is None and lower_bound is None:
+        also = ' (or lower_bound)' if per_channel else ''
+        raise ValueError(f'use_gate_in_kernel=True needs A_log [HV] = [{heads}]{also}')
+    if A_log is not None:
+        if A_log.numel() != heads:
+            raise ValueError(f'A_log must have HV = {heads} elements, got shape {list(A_log.shape)}')
+        check_companion('A_log', A_log, q)
+    if dt_bias is not None:
+        size = heads * q.shape[3] if per_channel else heads
+        if dt_bias.numel() != size:
+            raise ValueError(f'dt_bias must have {"HV * K" if per_channel else "HV"} = {size} elements, got shape {list(dt_bias.shape)}')
+        check_companion('dt_bias', dt_bias, q)
+
+
+def check_lower_bound(safe_gate: bool, use_gate_in_kernel: bool, lower_bound: float | None) -> None:
+    """`safe_gate` promises g ≥ −5 a step: with raw gates that needs `lower_bound` in [−5, 0)."""
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f'lower_bound must be negative (usually -5), got {lower_bound}')
+    if lower_bound is not None and not use_gate_in_kernel:
+        raise ValueError('lower_bound belongs to raw gates: pass use_gate_in_kernel=True, or leave lower_bound out')
+    if safe_gate and use_gate_in_kernel and (lower_bound is None or lower_bound < -5):
+        raise ValueError(f'safe_gate=True with raw gates needs lower_bound in [-5, 0), got {lower_bound}')
+
+
+def check_log_gate(name: str, gate: torch.Tensor) -> None:
+    """Gates are logarithms of decays, at most 0. Reads values."""
+    if gate.numel() and bool((gate > 0).any()):
+        raise ValueError(f'{name} must be at most 0 (a logarithm of a decay), got a maximum of {float(gate.max()):.3g}')
+
+
+__all__ = [
+    'check_companion',
+    'check_cu_seqlens',
+    'check_gate_parameters',
+    'check_log_gate',
+    'check_lower_bound',
+    'check_per_token',
+    'check_qkv',
+    'check_state',
+    'check_tensors',
+]

@@ -1,0 +1,1 @@
+"""Triton kernels that the delta rules share. Importing this package needs triton."""

@@ -1,0 +1,106 @@
+"""Which chunk belongs to which sequence.
+
+Rows of the chunk table are the unit of the parallel kernels and the index of everything stored per chunk. For packed
+sequences the table is built on the device on each call, from shapes alone: no synchronisation, nothing kept between calls,
+so that a captured graph follows new lengths. Lengths are clamped to [0, T]: bad ones give wrong numbers, never wild accesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Chunks of one call.
+
+    Attributes:
+        size: steps per chunk.
+        count: sequences N.
+        rows: chunk rows, an upper bound for packed sequences.
+        table: `[rows, 2]` int32: sequence (-1: unused row) and chunk within it. None for equal lengths.
+        offsets: `[N + 1]` int32: first row of each sequence. None for equal lengths.
+        cu_seqlens: as given.
+    """
+
+    size: int
+    count: int
+    rows: int
+    table: torch.Tensor | None
+    offsets: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed along time."""
+        return self.cu_seqlens is not None
+
+
+def layout_of(batch: int, length: int, size: int, cu_seqlens: torch.Tensor | None) -> Layout:
+    """The layout of a call: T steps in chunks of `size`."""
+    if cu_seqlens is None:
+        return Layout(size, batch, batch * triton.cdiv(length, size), None, None, None)
+    count = cu_seqlens.shape[0] - 1
+    rows = triton.cdiv(length, size) + count
+    table = torch.empty(rows, 2, dtype=torch.int32, device=cu_seqlens.device)
+    offsets = torch.empty(count + 1, dtype=torch.int32, device=cu_seqlens.device)
+    _fill_table[(count + 1,)](cu_seqlens, table, offsets, length, count, rows, SIZE=size, BLOCK=256)
+    return Layout(size, count, rows, table, offsets, cu_seqlens)
+
+
+@triton.jit
+def sequence_span(cu_seqlens, n, T):
+    """Start and end of sequence n, clamped to [0, T] and to an end that is not before the start."""
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int32), 0), T)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int32), start), T)
+    return start, end
+
+
+@triton.jit(do_not_specialize=['T', 'count', 'rows'])
+def _fill_table(cu_seqlens, table, offsets, T, count, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Program n < count writes the rows of sequence n; the last program marks the rows that are left as unused."""
+    n = tl.program_id(0)
+    before = 0
+    for first in range(0, n, BLOCK):
+        m = first + tl.arange(0, BLOCK)
+        mask = m < n
+        starts = tl.minimum(tl.maximum(tl.load(cu_seqlens + m, mask=mask, other=0).to(tl.int32), 0), T)
+        ends = tl.minimum(tl.maximum(tl.load(cu_seqlens + m + 1, mask=mask, other=0).to(tl.int32), starts), T)
+        before += tl.sum(tl.where(mask, (ends - starts + SIZE - 1) // SIZE, 0))
+    # more chunks than rows can only come from lengths that overlap
+    before = tl.minimum(before, rows)
+    tl.store(offsets + n, before)
+    if n < count:
+        start, end = sequence_span(cu_seqlens, n, T)
+        chunks = tl.minimum((end - start + SIZE - 1) // SIZE, rows - before)
+        for first in range(0, chunks, BLOCK):
+            c = first + tl.arange(0, BLOCK)
+            row = before + c
+            mask = c < chunks
+            tl.store(table + row * 2, tl.zeros([BLOCK], tl.int32) + n, mask=mask)
+            tl.store(table + row * 2 + 1, c, mask=mask)
+    else:
+        for first in range(before, rows, BLOCK):
+            row = first + tl.arange(0, BLOCK)
+            tl.store(table + row * 2, tl.full([BLOCK], -1, tl.int32), mask=row < rows)
+
+
+@triton.jit
+def chunk_of(row, table, cu_seqlens, T, SIZE: tl.constexpr, PACKED: tl.constexpr):
+    """Of a chunk row: sequence (-1: unused), chunk within it, batch row, first step of the sequence, end of it."""
+    if PACKED:
+        n = tl.load(table + row * 2)
+        c = tl.load(table + row * 2 + 1)
+        start, end = sequence_span(cu_seqlens, tl.maximum(n, 0), T)
+        batch = 0
+    else:
+        chunks = tl.cdiv(T, SIZE)
+        n = row // chunks
+        c = row % chunks
+        batch = n
+        start, end = 0, T
+    return n, c, batch, start, end

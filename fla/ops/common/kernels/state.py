@@ -1,0 +1,117 @@
+"""The recurrence over chunks: the only part of the delta rule that is sequential, and little else is in it.
+
+    U' = U - W S;   S <- decay S + K'^T U'
+
+One program owns a block of value columns of one head of one sequence and keeps its state in registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fla.ops.common.kernels.layout import sequence_span
+
+
+@triton.jit(do_not_specialize=['T'])
+def states_forward(
+    k,
+    w,
+    u,
+    G,
+    rk,
+    h,
+    v_new,
+    initial,
+    final,
+    cu_seqlens,
+    offsets,
+    T,
+    k_b,
+    k_t,
+    k_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (ceil(V / BV), N * HV).
+
+    Args:
+        k: `[B, T, H, K]` by strides; with PER_CHANNEL the keys e^{G_C - G} k `[B, T, HV, K]` contiguous instead.
+        w `[B, T, HV, K]`, u `[B, T, HV, V]`: contiguous, in k's dtype.
+        G: running log decay, float32 `[B, T, HV]` or `[B, T, HV, K]`.
+        rk: 1 / norm of k, float32 `[B, T, HV]`.
+        h: `[rows, HV, K, V]`, states before each chunk; v_new: `[B, T, HV, V]`; both written, in k's dtype.
+        initial, final: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`.
+    """
+    vb, nh = tl.program_id(0), tl.program_id(1)
+    n, hv = nh // HV, nh % HV
+    if PACKED:
+        start, end = sequence_span(cu_seqlens, n, T)
+        row = tl.load(offsets + n).to(tl.int64)
+        batch = (n * 0).to(tl.int64)
+    else:
+        start, end = n * 0, T
+        row = (n * tl.cdiv(T, SIZE)).to(tl.int64)
+        batch = n.to(tl.int64)
+    length = end - start
+    token = batch * T + start
+    rk_ = tl.arange(0, BK)
+    cv = vb * BV + tl.arange(0, BV)
+    state_mask = (rk_[:, None] < K) & (cv[None, :] < V)
+    state_at = nh.to(tl.int64) * K * V + (cv[None, :] * K + rk_[:, None] if V_FIRST else rk_[:, None] * V + cv[None, :])
+    S = tl.zeros([BK, BV], tl.float32)
+    if HAS_INITIAL:
+        S = tl.load(initial + state_at, mask=state_mask, other=0.0).to(tl.float32)
+    steps = tl.arange(0, SIZE)
+    w_ptr = w + (token * HV + hv) * K
+    u_ptr = u + (token * HV + hv) * V
+    n_ptr = v_new + (token * HV + hv) * V
+    if PER_CHANNEL:
+        k_ptr = k + (token * HV + hv) * K
+        G_ptr = G + (token * HV + hv) * K
+    else:
+        k_ptr = k + batch * k_b + start.to(tl.int64) * k_t + (hv // (HV // H)).to(tl.int64) * k_h
+        G_ptr = G + token * HV + hv
+    rk_ptr = rk + token * HV + hv
+    h_ptr = h + (row * HV + hv) * K * V + rk_[:, None] * V + cv[None, :]
+    for c in tl.range(0, tl.cdiv(length, SIZE), num_stages=STAGES):
+        t = c * SIZE + steps
+        inside = t < length
+        last = tl.minimum(c * SIZE + SIZE, length) - 1
+        tile = t[:, None].to(tl.int64) * HV
+        tl.store(h_ptr + c.to(tl.int64) * HV * K * V, S.to(h.dtype.element_ty), mask=state_mask)
+        k_mask = inside[:, None] & (rk_[None, :] < K)
+        v_mask = inside[:, None] & (cv[None, :] < V)
+        W = tl.load(w_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
+        U = tl.load(u_ptr + tile * V + cv[None, :], mask=v_mask, other=0.0).to(tl.float32)
+        U -= tl.dot(W, S.to(W.dtype), input_precision=PRECISION)
+        tl.store(n_ptr + tile * V + cv[None, :], U.to(v_new.dtype.element_ty), mask=v_mask)
+        if PER_CHANNEL:
+            keys = tl.load(k_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
+            decay = tl.exp(tl.load(G_ptr + last.to(tl.int64) * HV * K + rk_, mask=rk_ < K, other=0.0))
+            S = S * decay[:, None]
+        else:
+            keys = tl.load(k_ptr + t[:, None].to(tl.int64) * k_t + rk_[None, :], mask=k_mask, other=0.0)
+            G_last = tl.load(G_ptr + last.to(tl.int64) * HV)
+            left = tl.exp(G_last - tl.load(G_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0))
+            left = tl.where(inside, left, 0.0)
+            if NORMALISED:
+                left *= tl.load(rk_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0)
+            U *= left[:, None]
+            S = S * tl.exp(G_last)
+        S += tl.dot(tl.trans(keys), U.to(keys.dtype), input_precision=PRECISION)
+    if HAS_FINAL:
+        tl.store(final + state_at, S.to(final.dtype.element_ty), mask=state_mask)

@@ -1,0 +1,196 @@
+"""Forward of the chunked gated delta rule: what is parallel over chunks.
+
+`prepare` turns keys, values and gates into the WY form of each chunk; `states_forward` (shared) runs over the chunks;
+`outputs` reads the states back.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fla.ops.common.kernels.gates import beta_of, inverse_norm, softplus
+from fla.ops.common.kernels.layout import chunk_of
+from fla.ops.common.kernels.solve import unit_lower_inverse
+
+
+@triton.jit
+def gate_of(g, hv, A_log, dt_bias, GATE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The log decay: g itself, or -exp(A_log) softplus(g + dt_bias)."""
+    if GATE:
+        if HAS_BIAS:
+            g += tl.load(dt_bias + hv).to(tl.float32)
+        g = -tl.exp(tl.load(A_log + hv).to(tl.float32)) * softplus(g)
+    return g
+
+
+@triton.jit(do_not_specialize=['T'])
+def prepare(
+    k,
+    v,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    G,
+    rk,
+    inverse,
+    w,
+    u,
+    cu_seqlens,
+    table,
+    T,
+    k_b,
+    k_t,
+    k_h,
+    v_b,
+    v_t,
+    v_h,
+    g_b,
+    g_t,
+    g_h,
+    b_b,
+    b_t,
+    b_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INVERSE_PRECISION: tl.constexpr,
+):
+    """Grid (rows * HV,). Written: G, rk float32 `[B, T, HV]`; inverse `[B, T, HV, SIZE]`, w `[B, T, HV, K]`,
+    u `[B, T, HV, V]` in k's dtype, with (I + L)^-1 as `inverse`."""
+    pid = tl.program_id(0)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    steps = tl.arange(0, SIZE)
+    inside = first + steps < end
+    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
+    h = hv // (HV // H)
+    k_ptr = k + batch64 * k_b + first64 * k_t + h.to(tl.int64) * k_h
+    v_ptr = v + batch64 * v_b + first64 * v_t + hv.to(tl.int64) * v_h
+    token = (batch64 * T + first64) * HV + hv
+    own = steps.to(tl.int64) * HV
+    gate = tl.load(g + batch64 * g_b + first64 * g_t + hv * g_h + steps.to(tl.int64) * g_t, mask=inside, other=0.0)
+    gate = gate_of(gate.to(tl.float32), hv, A_log, dt_bias, GATE, HAS_BIAS)
+    Gc = tl.cumsum(tl.where(inside, gate, 0.0), 0)
+    tl.store(G + token + own, Gc, mask=inside)
+    bt = tl.load(beta + batch64 * b_b + first64 * b_t + hv * b_h + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
+    bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
+    scores = tl.zeros([SIZE, SIZE], tl.float32)
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        keys = tl.load(k_ptr + steps[:, None].to(tl.int64) * k_t + cols[None, :], mask=mask, other=0.0)
+        scores += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+    norm = tl.full([SIZE], 1.0, tl.float32)
+    if NORMALISE:
+        norm = inverse_norm(k_ptr, k_t, steps[:, None].to(tl.int64), inside, K, BK)
+        tl.store(rk + token + own, norm, mask=inside)
+        scores *= norm[:, None] * norm[None, :]
+    strict = steps[:, None] > steps[None, :]
+    decay = tl.exp(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0))
+    X = unit_lower_inverse(tl.where(strict, scores * decay * bt[:, None], 0.0), INVERSE_PRECISION)
+    tl.store(
+        inverse + token * SIZE + own[:, None] * SIZE + steps[None, :], X.to(inverse.dtype.element_ty), mask=inside[:, None]
+    )
+    for_w = (X * (bt * tl.exp(Gc) * norm)[None, :]).to(w.dtype.element_ty)
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        keys = tl.load(k_ptr + steps[:, None].to(tl.int64) * k_t + cols[None, :], mask=mask, other=0.0)
+        W = tl.dot(for_w, keys, input_precision=PRECISION)
+        tl.store(w + token * K + own[:, None] * K + cols[None, :], W.to(w.dtype.element_ty), mask=mask)
+    for_u = (X * bt[None, :]).to(u.dtype.element_ty)
+    for i in range(0, V, BV):
+        cols = i + tl.arange(0, BV)
+        mask = inside[:, None] & (cols[None, :] < V)
+        values = tl.load(v_ptr + steps[:, None].to(tl.int64) * v_t + cols[None, :], mask=mask, other=0.0)
+        U = tl.dot(for_u, values, input_precision=PRECISION)
+        tl.store(u + token * V + own[:, None] * V + cols[None, :], U.to(u.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=['T'])
+def outputs(
+    q,
+    k,
+    v_new,
+    G,
+    rk,
+    h,
+    o,
+    cu_seqlens,
+    table,
+    scale,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (ceil(V / BV), rows * HV): o = scale (e^G Q S + tril(Q K^T e^{G - G'}) U')."""
+    vb, pid = tl.program_id(0), tl.program_id(1)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    steps = tl.arange(0, SIZE)
+    inside = first + steps < end
+    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
+    head = (hv // (HV // H)).to(tl.int64)
+    q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
+    k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
+    token = (batch64 * T + first64) * HV + hv
+    own = steps.to(tl.int64) * HV
+    vc = vb * BV + tl.arange(0, BV)
+    v_mask = inside[:, None] & (vc[None, :] < V)
+    acc = tl.zeros([SIZE, BV], tl.float32)
+    scores = tl.zeros([SIZE, SIZE], tl.float32)
+    h_ptr = h + (row.to(tl.int64) * HV + hv) * K * V
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        Q = tl.load(q_ptr + steps[:, None].to(tl.int64) * q_t + cols[None, :], mask=mask, other=0.0)
+        keys = tl.load(k_ptr + steps[:, None].to(tl.int64) * k_t + cols[None, :], mask=mask, other=0.0)
+        S = tl.load(h_ptr + cols[:, None] * V + vc[None, :], mask=(cols[:, None] < K) & (vc[None, :] < V), other=0.0)
+        acc += tl.dot(Q, S, input_precision=PRECISION)
+        scores += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
+    Gc = tl.load(G + token + own, mask=inside, other=0.0)
+    causal = (steps[:, None] >= steps[None, :]) & inside[None, :]
+    scores *= tl.exp(tl.where(causal, Gc[:, None] - Gc[None, :], 0.0))
+    grown = tl.exp(Gc)
+    if NORMALISE:
+        scores *= tl.load(rk + token + own, mask=inside, other=0.0)[None, :]
+    scores = tl.where(causal, scores, 0.0)
+    update = tl.load(v_new + token * V + own[:, None] * V + vc[None, :], mask=v_mask, other=0.0)
+    acc = acc * grown[:, None] + tl.dot(scores.to(update.dtype), update, input_precision=PRECISION)
+    factor = tl.zeros([SIZE], tl.float32) + scale
+    if NORMALISE:
+        factor *= inverse_norm(q_ptr, q_t, steps[:, None].to(tl.int64), inside, K, BK)
+    tl.store(o + token * V + own[:, None] * V + vc[None, :], (acc * factor[:, None]).to(o.dtype.element_ty), mask=v_mask)

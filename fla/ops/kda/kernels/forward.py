@@ -1,0 +1,335 @@
+"""Forward of chunked Kimi delta attention: what is parallel over chunks.
+
+With one decay per channel, the scores of a chunk, sum_c x_ic e^{G_ic - G_jc} k_jc for j < i, are no plain product. They are
+split by halves: at level s the chunk falls into pairs of blocks of s steps, and a step i of the second block sees a step j of
+the first one through the boundary r between them, e^{G_i - G_r} e^{G_r - G_j}. Each pair i > j meets at exactly one of the
+six levels 32, 16, …, 1, so that six products of tensor cores give all scores, with every exponent at most 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fla.ops.common.kernels.gates import beta_of, inverse_norm, sigmoid, softplus
+from fla.ops.common.kernels.layout import chunk_of
+from fla.ops.common.kernels.solve import below, unit_lower_inverse
+
+
+@triton.jit
+def gate_of(
+    g, hv, cols, in_cols, A_log, dt_bias, lower_bound,
+    K: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
+):
+    """The log decay of a tile `[steps, channels]`: g itself, or the gate of raw values."""
+    if GATE:
+        if HAS_BIAS:
+            g += tl.load(dt_bias + hv * K + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+        rate = 1.0
+        if HAS_A:
+            rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
+        g = lower_bound * sigmoid(rate * g) if BOUNDED else -rate * softplus(g)
+    return g
+
+
+@triton.jit
+def level_decay(G_tile, G_ptr, steps, cols, inside, count, half, HV: tl.constexpr, K: tl.constexpr):
+    """e^{-|G_t - G_r|}, r the boundary of t's pair of blocks: what carries t to r, from either side."""
+    boundary = (steps // (2 * half)) * (2 * half) + half
+    known = inside & (boundary[:, None] < count)
+    at = tl.load(G_ptr + boundary[:, None].to(tl.int64) * HV * K + cols[None, :], mask=known, other=0.0)
+    return tl.exp(-tl.abs(G_tile - at))
+
+
+@triton.jit
+def level_scores(
+    Q, keys, G_tile, G_ptr, steps, cols, inside, count, half, for_q, for_k,
+    HV: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """The scores of q and of k against k, with those of one level added."""
+    decay = level_decay(G_tile, G_ptr, steps, cols, inside, count, half, HV, K)
+    meet = below(steps, half)
+    ke = (keys.to(tl.float32) * decay).to(keys.dtype)
+    qe = (Q.to(tl.float32) * decay).to(Q.dtype)
+    for_k += tl.where(meet, tl.dot(ke, tl.trans(ke), input_precision=PRECISION), 0.0)
+    for_q += tl.where(meet, tl.dot(qe, tl.trans(ke), input_precision=PRECISION), 0.0)
+    return for_q, for_k
+
+
+@triton.jit(do_not_specialize=['T'])
+def scores(
+    q,
+    k,
+    g,
+    A_log,
+    dt_bias,
+    G,
+    attend,
+    lower,
+    cu_seqlens,
+    table,
+    scale,
+    lower_bound,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    g_b,
+    g_t,
+    g_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (rows * HV,). Written, all `[B, T, HV, ·]` and contiguous: the running log decay G (float32, K), `attend`, the
+    scores scale * tril(q k), and `lower`, the scores tril(k k, -1) in float32 (SIZE)."""
+    pid = tl.program_id(0)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    count = tl.minimum(end - first, SIZE)
+    steps = tl.arange(0, SIZE)
+    inside = steps < count
+    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
+    head = (hv // (HV // H)).to(tl.int64)
+    q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
+    k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
+    g_ptr = g + batch64 * g_b + first64 * g_t + hv.to(tl.int64) * g_h
+    token = (batch64 * T + first64) * HV + hv
+    own = steps[:, None].to(tl.int64) * HV
+    time = steps[:, None].to(tl.int64)
+    G_ptr = G + token * K
+    for_k = tl.zeros([SIZE, SIZE], tl.float32)
+    for_q = tl.zeros([SIZE, SIZE], tl.float32)
+    near_k = tl.zeros([4, 16, 16], tl.float32)
+    near_q = tl.zeros([4, 16, 16], tl.float32)
+    diagonal = tl.zeros([SIZE], tl.float32)
+    k_squares = tl.zeros([SIZE], tl.float32)
+    q_squares = tl.zeros([SIZE], tl.float32)
+    steps3 = tl.arange(0, 4)[:, None, None] * 16 + tl.arange(0, 16)[None, :, None]
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        gate = tl.load(g_ptr + time * g_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        gate = gate_of(gate, hv, cols, cols < K, A_log, dt_bias, lower_bound, K, GATE, HAS_A, HAS_BIAS, BOUNDED)
+        Gc = tl.cumsum(tl.where(mask, gate, 0.0), 0)
+        tl.store(G_ptr + own * K + cols[None, :], Gc, mask=mask)
+        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
+        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
+        diagonal += tl.sum(Q.to(tl.float32) * keys.to(tl.float32), 1)
+        if NORMALISE:
+            k_squares += tl.sum(keys.to(tl.float32) * keys.to(tl.float32), 1)
+            q_squares += tl.sum(Q.to(tl.float32) * Q.to(tl.float32), 1)
+        # the boundaries below are read back from what was just written
+        tl.debug_barrier()
+        for level in range(2):
+            for_q, for_k = level_scores(
+                Q, keys, Gc, G_ptr, steps, cols, mask, count, 32 >> level, for_q, for_k, HV, K, PRECISION
+            )
+        in3 = (steps3 < count) & (cols[None, None, :] < K)
+        at3 = steps3.to(tl.int64)
+        Q3 = tl.load(q_ptr + at3 * q_t + cols[None, None, :], mask=in3, other=0.0)
+        keys3 = tl.load(k_ptr + at3 * k_t + cols[None, None, :], mask=in3, other=0.0)
+        G3 = tl.load(G_ptr + at3 * HV * K + cols[None, None, :], mask=in3, other=0.0)
+        for level in range(4):
+            near_q, near_k = near_scores(
+                Q3, keys3, G3, G_ptr, steps3, cols, in3, count, 8 >> level, near_q, near_k, HV, K, PRECISION
+            )
+    k_norm = tl.full([SIZE], 1.0, tl.float32)
+    q_norm = tl.full([SIZE], 1.0, tl.float32)
+    if NORMALISE:
+        k_norm = tl.rsqrt(k_squares + 1e-6)
+        q_norm = tl.rsqrt(q_squares + 1e-6)
+    for_q += spread(near_q)
+    for_k += spread(near_k)
+    M = tl.where(steps[:, None] == steps[None, :], diagonal[:, None], for_q)
+    M *= (q_norm * scale)[:, None] * k_norm[None, :]
+    tl.store(attend + token * SIZE + own * SIZE + steps[None, :], M.to(attend.dtype.element_ty), mask=inside[:, None])
+    A = for_k * (k_norm[:, None] * k_norm[None, :])
+    tl.store(lower + token * SIZE + own * SIZE + steps[None, :], A, mask=inside[:, None])
+
+
+@triton.jit
+def near_scores(
+    Q, keys, G_tile, G_ptr, steps, cols, inside, count, half, near_q, near_k,
+    HV: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """`level_scores` for levels below 16, on the four 16 x 16 blocks of the diagonal: `[4, 16, ·]` tiles."""
+    boundary = (steps // (2 * half)) * (2 * half) + half
+    known = inside & (boundary < count)
+    at = tl.load(G_ptr + boundary.to(tl.int64) * HV * K + cols[None, None, :], mask=known, other=0.0)
+    decay = tl.exp(-tl.abs(G_tile - at))
+    t = tl.arange(0, 16)
+    meet = below(t, half)[None, :, :]
+    ke = (keys.to(tl.float32) * decay).to(keys.dtype)
+    qe = (Q.to(tl.float32) * decay).to(Q.dtype)
+    turned = tl.permute(ke, (0, 2, 1))
+    near_k += tl.where(meet, tl.dot(ke, turned, input_precision=PRECISION), 0.0)
+    near_q += tl.where(meet, tl.dot(qe, turned, input_precision=PRECISION), 0.0)
+    return near_q, near_k
+
+
+@triton.jit
+def spread(blocks):
+    """`[4, 16, 16]` to the blocks on the diagonal of `[64, 64]`, 0 elsewhere."""
+    same = (tl.arange(0, 4)[:, None] == tl.arange(0, 4)[None, :])[:, :, None, None]
+    full = tl.where(same, blocks[:, None, :, :], 0.0)
+    return tl.reshape(tl.permute(full, (0, 2, 1, 3)), (64, 64))
+
+
+@triton.jit(do_not_specialize=['T'])
+def prepare(
+    q,
+    k,
+    v,
+    beta,
+    G,
+    lower,
+    inverse,
+    w,
+    u,
+    kg,
+    qg,
+    cu_seqlens,
+    table,
+    scale,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    v_b,
+    v_t,
+    v_h,
+    b_b,
+    b_t,
+    b_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INVERSE_PRECISION: tl.constexpr,
+):
+    """Grid (rows * HV,). Written, all `[B, T, HV, ·]` and contiguous: the inverse (I + L)^-1 (SIZE), w (K), u (V),
+    kg = e^{G_C - G} k and qg = scale e^G q (K)."""
+    pid = tl.program_id(0)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    count = tl.minimum(end - first, SIZE)
+    steps = tl.arange(0, SIZE)
+    inside = steps < count
+    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
+    head = (hv // (HV // H)).to(tl.int64)
+    hv64 = hv.to(tl.int64)
+    q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
+    k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
+    v_ptr = v + batch64 * v_b + first64 * v_t + hv64 * v_h
+    token = (batch64 * T + first64) * HV + hv
+    own = steps[:, None].to(tl.int64) * HV
+    time = steps[:, None].to(tl.int64)
+    G_ptr = G + token * K
+    bt = tl.load(beta + batch64 * b_b + first64 * b_t + hv64 * b_h + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
+    bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
+    A = tl.load(lower + token * SIZE + own * SIZE + steps[None, :], mask=inside[:, None], other=0.0)
+    X = unit_lower_inverse(A * bt[:, None], INVERSE_PRECISION)
+    tl.store(inverse + token * SIZE + own * SIZE + steps[None, :], X.to(inverse.dtype.element_ty), mask=inside[:, None])
+    X *= bt[None, :]
+    for_u = X.to(u.dtype.element_ty)
+    for i in range(0, V, BV):
+        cols = i + tl.arange(0, BV)
+        mask = inside[:, None] & (cols[None, :] < V)
+        values = tl.load(v_ptr + time * v_t + cols[None, :], mask=mask, other=0.0)
+        U = tl.dot(for_u, values, input_precision=PRECISION)
+        tl.store(u + token * V + own * V + cols[None, :], U.to(u.dtype.element_ty), mask=mask)
+    k_norm = tl.full([SIZE], 1.0, tl.float32)
+    q_norm = tl.full([SIZE], 1.0, tl.float32)
+    if NORMALISE:
+        k_norm = inverse_norm(k_ptr, k_t, time, inside, K, BK)
+        q_norm = inverse_norm(q_ptr, q_t, time, inside, K, BK)
+    for_w = (X * k_norm[None, :]).to(w.dtype.element_ty)
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        at = own * K + cols[None, :]
+        Gc = tl.load(G_ptr + at, mask=mask, other=0.0)
+        G_last = tl.load(G_ptr + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
+        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        grown = tl.exp(Gc)
+        W = tl.dot(for_w, (keys * grown).to(w.dtype.element_ty), input_precision=PRECISION)
+        tl.store(w + token * K + at, W.to(w.dtype.element_ty), mask=mask)
+        left = keys * tl.exp(G_last[None, :] - Gc) * k_norm[:, None]
+        tl.store(kg + token * K + at, left.to(kg.dtype.element_ty), mask=mask)
+        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(qg + token * K + at, (Q * grown * (q_norm * scale)[:, None]).to(qg.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=['T'])
+def outputs(
+    qg,
+    attend,
+    v_new,
+    h,
+    o,
+    cu_seqlens,
+    table,
+    T,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (ceil(V / BV), rows * HV): o = qg S + attend U'."""
+    vb, pid = tl.program_id(0), tl.program_id(1)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    steps = tl.arange(0, SIZE)
+    inside = first + steps < end
+    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
+    token = (batch64 * T + first64) * HV + hv
+    own = steps[:, None].to(tl.int64) * HV
+    vc = vb * BV + tl.arange(0, BV)
+    v_mask = inside[:, None] & (vc[None, :] < V)
+    h_ptr = h + (row.to(tl.int64) * HV + hv) * K * V
+    M = tl.load(attend + token * SIZE + own * SIZE + steps[None, :], mask=inside[:, None] & inside[None, :], other=0.0)
+    update = tl.load(v_new + token * V + own * V + vc[None, :], mask=v_mask, other=0.0)
+    acc = tl.dot(M, update, input_precision=PRECISION)
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        Q = tl.load(qg + token * K + own * K + cols[None, :], mask=inside[:, None] & (cols[None, :] < K), other=0.0)
+        S = tl.load(h_ptr + cols[:, None] * V + vc[None, :], mask=(cols[:, None] < K) & (vc[None, :] < V), other=0.0)
+        acc += tl.dot(Q, S, input_precision=PRECISION)
+    tl.store(o + token * V + own * V + vc[None, :], acc.to(o.dtype.element_ty), mask=v_mask)

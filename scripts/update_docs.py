@@ -1,0 +1,181 @@
+"""Write the parts of README.md and docs/ that are made from code and from benchmark results.
+
+    python scripts/update_docs.py            # write them
+    python scripts/update_docs.py --check    # exit 1 if one is out of date
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. Sources: `fla.ops.backends.environment.VARIABLES`,
+`fla.ops.backends.lint.RULES`, and `benchmarks/results/*.json`, by their key `benchmark`; each file is one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fla.ops.backends.environment import VARIABLES
+from fla.ops.backends.lint import RULES
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / 'benchmarks' / 'results'
+
+_PART = re.compile(r'(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)', re.DOTALL)
+
+Result = dict[str, Any]
+
+_WHEN = {
+    'import': 'at import of `fla.ops.backends`',
+    'policy': 'with the policy',
+    'first call': 'at the first call',
+}
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; all columns but the first to the right if they hold numbers."""
+    lines = [[re.sub(r'([|*])', r'\\\1', '' if cell is None else str(cell)) for cell in row] for row in (header, *rows)]
+    numeric = [all(re.fullmatch(r'[\d.x/ -]*', line[i]) for line in lines[1:]) for i in range(len(header))]
+    rule = ['--:' if right else '--' for right in numeric]
+    return '\n'.join(f'| {" | ".join(line)} |' for line in (lines[0], rule, *lines[1:]))
+
+
+def environment() -> str:
+    """Every policy variable: when it is read and what it does."""
+    rows = [(f'`FLA_{name}`', _WHEN[when], text) for name, (when, text) in VARIABLES.items()]
+    return table(['variable', 'read', 'meaning'], rows)
+
+
+def overhead(results: list[Result]) -> str:
+    """What a dispatched call costs."""
+    return '\n\n'.join(_overhead(result) for result in results) or _nothing('benchmarks/dispatch_overhead.py')
+
+
+def _overhead(result: Result) -> str:
+    def cells(case: Result, *, ceiling: bool) -> list[str]:
+        ns, ratio = case['ns'], case['ratio']
+        shown = [case['name'], f'{ns["min"]:.0f}', f'{ratio["min"]:.2f}', f'{ratio["median"]:.2f}']
+        return [*shown, *_verdict(case['ceiling'], case['met'])] if ceiling else shown
+
+    yardstick = result['yardstick_ns']
+    head = ['over a direct call', 'ns (min)', 'ratio (min)', 'ratio (median)']
+    parts = [
+        f'{_origin(result)} Ratios are to `torch.empty(0)` in the same process, here {yardstick["min"]:.0f} ns.',
+        table([*head, 'ceiling', 'met'], [cells(case, ceiling=True) for case in result['dispatch']]),
+    ]
+    if result['peers']:
+        parts += ['Other dispatchers, in the same rounds:', table(head, [cells(c, ceiling=False) for c in result['peers']])]
+    if result['once']:
+        rows = [[*_fixed(r, 'ms_min', 'ms_median'), *_verdict(r['ceiling_ms'], r['met'])] for r in result['once']]
+        parts += ['Once per process:', table(['', 'ms (min)', 'ms (median)', 'ceiling', 'met'], rows)]
+    return '\n\n'.join(parts)
+
+
+def _verdict(ceiling: float | None, met: bool | None) -> list[str]:
+    return ['' if ceiling is None else f'{ceiling:.2f}', {None: '', True: 'yes', False: 'no'}[met]]
+
+
+def lint() -> str:
+    """What the lint for backend authors looks for."""
+    return table(['rule', 'finding'], [(f'`{name}`', text) for name, text in RULES.items()])
+
+
+def breaks(results: list[Result]) -> str:
+    """What dispatch costs a compiled program."""
+    return '\n\n'.join(_breaks(result) for result in results) or _nothing('benchmarks/compile_breaks.py')
+
+
+def _breaks(result: Result) -> str:
+    backends = list(dict.fromkeys(row['backend'] for row in result['changes']))
+    rows = []
+    for name in dict.fromkeys(row['name'] for row in result['changes']):
+        of = [row for row in result['changes'] if row['name'] == name]
+        counted = [_same(of, key) for key in ('breaks', 'graphs', 'undispatched')]
+        rows.append([name, *counted, sum(len(row['wrong']) for row in of)])
+    parts = [
+        f'{_origin(result)} Backends of `torch.compile`: {", ".join(backends)}. `a / b / c` where they differ.',
+        table(['one compiled caller, under', 'graph breaks', 'compilations', 'undispatched', 'served wrong'], rows),
+        'Trace time of a call, Dynamo alone:',
+        table(['', 'ms', 'ratio'], [_fixed(r, 'ms_per_call', 'ratio') for r in result['trace_time']]),
+        'Steady state, a model of 8 layers under Inductor:',
+        table(
+            ['', 'us (min)', 'ratio (min)', 'ratio (median)', 'two copies of one model differ by'],
+            [_fixed(r, 'us_min', 'ratio_min', 'ratio_median', 'copies_differ_by') for r in result['steady_state']],
+        ),
+    ]
+    return '\n\n'.join(parts)
+
+
+def _fixed(row: Result, *keys: str) -> list[str]:
+    return [row['name'], *(f'{row[key]:.2f}' for key in keys)]
+
+
+def _same(rows: list[Result], key: str) -> str:
+    values = [str(row[key]) if row[key] is not None else '' for row in rows]
+    return values[0] if len(set(values)) == 1 else ' / '.join(values)
+
+
+def _origin(result: Result) -> str:
+    machine = result['machine']
+    where = f'{machine["cpu"]}, {machine["cores"]} cores, {machine["system"]}'
+    return f'`{result["command"]}` on {where}, Python {machine["python"]}, torch {machine["torch"]}.'
+
+
+def _nothing(script: str) -> str:
+    return f'There is no result in `benchmarks/results/` yet. To measure on your machine: `python {script}`.'
+
+
+# name of a part → (the benchmark it is made from, None for none; what makes it)
+PARTS: dict[str, tuple[str | None, Callable[..., str]]] = {
+    'environment': (None, environment),
+    'lint': (None, lint),
+    'overhead': ('dispatch_overhead', overhead),
+    'breaks': ('compile_breaks', breaks),
+}
+
+
+def updated(page: Path, results: Path = RESULTS) -> str:
+    """The text of a page with its generated parts made anew.
+
+    Raises:
+        ValueError: for a part that nobody can make.
+    """
+
+    def make(match: re.Match[str]) -> str:
+        name = match['name']
+        if name not in PARTS:
+            raise ValueError(f'{page.name}: nothing makes the part {name!r}; there are {", ".join(PARTS)}')
+        benchmark, maker = PARTS[name]
+        text = maker() if benchmark is None else maker(_load(benchmark, results))
+        return f'{match[1]}\n{text}\n\n{match[3]}'
+
+    return _PART.sub(make, page.read_text(encoding='utf-8'))
+
+
+def _load(benchmark: str, results: Path) -> list[Result]:
+    found = [json.loads(path.read_text(encoding='utf-8')) for path in sorted(results.glob('*.json'))]
+    return [result for result in found if result.get('benchmark') == benchmark]
+
+
+def stale() -> list[Path]:
+    """The pages that differ from what would be written."""
+    pages = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
+    return [page for page in pages if updated(page) != page.read_text(encoding='utf-8')]
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
+    options.add_argument('--check', action='store_true', help='write nothing; exit 1 if a page is out of date')
+    check = options.parse_args().check
+    pages = stale()
+    for page in pages:
+        print(f'{"out of date" if check else "written"}: {page.relative_to(ROOT)}')
+        if not check:
+            page.write_text(updated(page), encoding='utf-8')
+    sys.exit(1 if check and pages else 0)
+
+
+if __name__ == '__main__':
+    main()

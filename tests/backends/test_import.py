@@ -1,0 +1,277 @@
+"""What importing costs and touches: nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+import fla
+
+ROOT = str(Path(fla.__file__).parents[1])
+
+
+def python(source, timeout=120, **variables):
+    """Run source in a process of its own, without any FLA_* variable but those given; its output."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
+    environ |= {'PYTHONPATH': ROOT, **variables}
+    done = subprocess.run(
+        [sys.executable, '-c', dedent(source)], env=environ, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_importing_loads_nothing_heavy_and_touches_no_device():
+    python(
+        """
+        import sys
+        import torch
+
+        def driver(*_):
+            raise AssertionError('asked for a device')
+
+        for name in ('_cuda_getDeviceCount', '_cuda_init', '_xpu_getDeviceCount', '_accelerator_getAccelerator'):
+            if hasattr(torch._C, name):
+                setattr(torch._C, name, driver)
+        for name in ('is_available', 'device_count', 'init', '_lazy_init', 'current_device', 'get_device_capability'):
+            setattr(torch.cuda, name, driver)
+        torch.accelerator.is_available = torch.accelerator.current_accelerator = driver
+
+        before = set(sys.modules)
+        import fla
+        assert set(sys.modules) - before <= {'fla'}, 'import fla imports nothing'
+        import fla.ops
+        import fla.utils
+        import fla.ops.backends
+        new = {name for name in set(sys.modules) - before if not name.startswith(('fla', 'packaging'))}
+        heavy = {name for name in new if name.split('.')[0] in ('torch', 'triton', 'numpy', 'tilelang', 'pydantic', 'yaml',
+                 'rich', 'watchfiles', 'transformers', 'setuptools', 'pkg_resources')}
+        assert not heavy, heavy
+        assert not {name for name in ('triton', 'torch._dynamo', 'torch._inductor', 'torch.distributed.tensor',
+                                      'torch._subclasses.fake_tensor') if name in new}
+        assert len(new) < 20, new
+        loaded = {name for name in sys.modules if name.startswith('fla.ops.') and not name.startswith('fla.ops.backends')}
+        assert not loaded, loaded
+        assert not torch.cuda.is_initialized()
+        """
+    )
+
+
+BAD = {
+    'FLA_DISABLE_BACKEND_DISPATCH': 'maybe',
+    'FLA_PER_OP': ';;=;x;kda=|;no_such_operation=a;kda.no_such=b',
+    'FLA_PREFER': '|,|no_such_backend,,\u00e9',
+    'FLA_ALLOW_BACKENDS': ' , ',
+    'FLA_DENY_BACKENDS': 'no:such:thing',
+    'FLA_STRICT': '2',
+    'FLA_ON_ERROR': 'explode',
+    'FLA_REQUIRE_FIRST': '',
+    'FLA_CHECK_VALUES': 'ja',
+    'FLA_DISPATCH_TRACE': 'none',
+    'FLA_DISPATCH_CONFIG': '/no/such/file.yaml',
+    'FLA_LOG_LEVEL': 'LOUD',
+    'FLA_PLUGIN_MODULES': ',,no.such.module,1 2,.,',
+    'FLA_TILELANG': '0x1',
+    'FLA_NO_SUCH_VARIABLE': '1',
+}
+
+USE = """
+import fla
+import fla.ops.backends
+from fla.ops.backends import BackendRegistry, BaseBackend, dispatch
+
+class A(BaseBackend):
+    backend_type = 'a'
+    env_var = 'FLA_TILELANG'
+    def f(self, x=None):
+        return 'a'
+
+BackendRegistry('op_for_import').register(A())
+
+@dispatch('op_for_import')
+def f(x=None):
+    return 'default'
+
+print(f())
+"""
+
+
+def test_malformed_variables_never_break_the_import_nor_the_call():
+    bad = {name: value for name, value in BAD.items() if name != 'FLA_ALLOW_BACKENDS'}
+    done = python(USE, **bad)
+    assert done.stdout.split() == ['a']
+    for name in ('FLA_DISABLE_BACKEND_DISPATCH', 'FLA_STRICT', 'FLA_LOG_LEVEL', 'FLA_PER_OP', 'FLA_NO_SUCH_VARIABLE'):
+        assert name in done.stderr, name
+
+
+def test_more_malformed_variables():
+    """Other nonsense of the same kinds, among it an allow list that allows nothing: the import works, the call says no."""
+    variables = dict.fromkeys(BAD, '\udcff\x01 ')
+    variables |= {'FLA_ALLOW_BACKENDS': ',', 'FLA_LOG_LEVEL': '-7', 'FLA_PER_OP': '='}
+    done = python(
+        USE.replace('print(f())', '')
+        + """
+from fla.ops.backends import NoBackendError
+try:
+    print(f())
+except NoBackendError as error:
+    print('none')
+""",
+        **variables,
+    )
+    assert done.stdout.split() == ['none']
+
+
+def test_everything_works_without_triton_and_optional_packages():
+    python(
+        """
+        import sys
+
+        class Blocker:
+            names = ('triton', 'tilelang', 'numpy', 'yaml', 'pydantic', 'rich', 'watchfiles', 'flash_kda', 'flash_qla')
+
+            def find_spec(self, name, path=None, target=None):
+                if name.split('.')[0] in self.names:
+                    raise ModuleNotFoundError(f'No module named {name!r} (blocked)', name=name)
+
+        sys.meta_path.insert(0, Blocker())
+        import torch
+        import fla
+        import fla.ops.backends
+        from fla.ops.backends import BackendRegistry, BaseBackend, NoBackendError, dispatch, explain, validate
+        from fla.ops.backends import runs_on_triton
+
+        @dispatch('op_without_triton', default_verifier=runs_on_triton)
+        def f(q: torch.Tensor):
+            import triton
+            return triton
+
+        registry = BackendRegistry('op_without_triton')
+        q = torch.zeros(2)
+        try:
+            f(q)
+        except NoBackendError as error:
+            assert "package 'triton' is not installed" in str(error), error
+        else:
+            raise AssertionError
+
+        class Needy(BaseBackend):
+            backend_type = 'needy'
+            package_name = 'tilelang'
+
+            def f(self, q):
+                return 'needy'
+
+        class Plain(BaseBackend):
+            backend_type = 'plain'
+            kind = 'reference'
+
+            def f(self, q):
+                return 'plain'
+
+        registry.register(Needy())
+        registry.register(Plain())
+        assert f(q) == 'plain'
+        assert "package 'tilelang' is not installed" in explain(f, q)['needy'].reason
+        validate()
+        """
+    )
+
+
+def test_planning_a_cpu_call_asks_no_driver():
+    """cuInit in a parent makes CUDA unusable in its forks, and `torch.cuda.is_available()` runs it."""
+    python(
+        """
+        import torch
+
+        def driver(*_, **__):
+            raise AssertionError('asked for a device')
+
+        for name in ('_cuda_getDeviceCount', '_cuda_init', '_xpu_getDeviceCount', '_accelerator_getAccelerator'):
+            if hasattr(torch._C, name):
+                setattr(torch._C, name, driver)
+        for name, value in list(vars(torch.cuda).items()):
+            if callable(value) and not isinstance(value, type) and name not in ('is_initialized', '_is_in_bad_fork'):
+                setattr(torch.cuda, name, driver)
+
+        from fla.ops.backends import BackendRegistry, BaseBackend, describe, dispatch, explain, runs_on_triton, trace
+        from fla.ops.backends import refresh, use_backend, validate, snapshot, manifest
+
+        class Fussy(BaseBackend):
+            backend_type = 'fussy'
+            devices = ('cuda', 'rocm', 'xpu', 'npu')
+            min_capability = (9, 0)
+
+            def probe(self, device):
+                raise AssertionError('probed for a CPU call')
+
+            def f(self, q):
+                return self.backend_type
+
+        class Everywhere(Fussy):
+            backend_type = 'everywhere'
+            devices = ('cpu', 'cuda')
+
+            def probe(self, device):
+                assert device.platform == 'cpu', device
+                return True
+
+        class Plain(BaseBackend):
+            backend_type = 'reference'
+            kind = 'reference'
+
+            def f(self, q):
+                return 'reference'
+
+        registry = BackendRegistry('op_on_cpu')
+        handles = [registry.register(Fussy()), registry.register(Everywhere()), registry.register(Plain())]
+
+        @dispatch('op_on_cpu', default_verifier=runs_on_triton)
+        def f(q: torch.Tensor):
+            return 'default'
+
+        q = torch.zeros(2)
+        assert f(q) == 'everywhere'
+        with use_backend('reference', op='op_on_cpu'), trace():
+            assert f(q) == 'reference'
+        assert explain(f, q).winner == 'everywhere'
+        assert f.resolve(q)(q) == 'everywhere'
+        handles[1].remove()
+        assert f(q) == 'reference'
+        refresh()
+        assert f(q) == 'reference'
+        validate(), describe('op_on_cpu'), snapshot(), manifest(), list(f.backends)
+        assert not torch.cuda.is_initialized()
+        """
+    )
+
+
+@pytest.mark.parametrize('value', ['1', 'true', ' YES '])
+def test_baseline_mode_dispatches_nothing(value):
+    python(
+        """
+        from fla.ops.backends import BackendRegistry, BaseBackend, dispatch
+
+        class A(BaseBackend):
+            backend_type = 'a'
+            def f(self, x=None):
+                return 'a'
+
+        BackendRegistry('op_baseline').register(A())
+
+        def plain(x=None):
+            return 'default'
+
+        plain.__name__ = 'f'
+        f = dispatch('op_baseline')(plain)
+        assert f is plain
+        assert f() == 'default'
+        assert list(f.backends) == ['a', 'default']
+        assert f.bind('a')() == 'default'
+        assert f.resolve()() == 'default'
+        """,
+        FLA_DISABLE_BACKEND_DISPATCH=value,
+    )

@@ -1,0 +1,75 @@
+"""The examples in docs/ run; tables made from code and benchmark results are up to date; links lead somewhere."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+
+from fla.ops.backends.environment import VARIABLES
+from tests import markdown
+
+PAGES = sorted(path.relative_to(markdown.ROOT).as_posix() for path in (markdown.ROOT / 'docs').rglob('*.md'))
+
+
+@pytest.fixture(scope='module')
+def update_docs():
+    spec = importlib.util.spec_from_file_location('update_docs', markdown.ROOT / 'scripts/update_docs.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_examples(page):
+    markdown.run(page)
+
+
+def test_generated_parts_are_up_to_date(update_docs):
+    stale = [str(path.relative_to(markdown.ROOT)) for path in update_docs.stale()]
+    assert not stale, f'run python scripts/update_docs.py: {stale}'
+
+
+def test_every_variable_is_in_the_table():
+    text = (markdown.ROOT / 'docs/environment.md').read_text(encoding='utf-8')
+    assert [name for name in VARIABLES if f'| `FLA_{name}` |' not in text] == []
+
+
+def test_generated_parts_follow_their_sources(update_docs, tmp_path):
+    """A part is written anew, the text around it stays, and no result yet is said in words."""
+    page = tmp_path / 'page.md'
+    page.write_text('before\n<!-- generated: overhead -->\nold\n<!-- end -->\nafter\n', encoding='utf-8')
+    text = update_docs.updated(page, results=tmp_path)
+    assert text.startswith('before\n<!-- generated: overhead -->\n\n')
+    assert text.endswith('\n\n<!-- end -->\nafter\n')
+    assert 'no result' in text
+    case = {'name': 'one rejects', 'ceiling': 0.45, 'met': True, 'ns': {'min': 333.3}, 'ratio': {'min': 0.31, 'median': 0.4}}
+    result = {
+        'benchmark': 'dispatch_overhead',
+        'command': 'python benchmarks/dispatch_overhead.py',
+        'machine': {'cpu': 'a CPU', 'cores': 2, 'system': 'Linux', 'python': '3.11', 'torch': '2.13'},
+        'yardstick_ns': {'min': 1000.0, 'median': 1100.0},
+        'dispatch': [case],
+        'peers': [],
+        'once': [],
+    }
+    (tmp_path / 'dispatch_overhead.json').write_text(json.dumps(result), encoding='utf-8')
+    text = update_docs.updated(page, results=tmp_path)
+    assert '| one rejects | 333 | 0.31 | 0.40 | 0.45 | yes |' in text
+    assert 'old' not in text
+    assert 'no result' not in text
+
+
+def test_unknown_part_is_an_error(update_docs, tmp_path):
+    page = tmp_path / 'page.md'
+    page.write_text('<!-- generated: weather -->\n<!-- end -->\n', encoding='utf-8')
+    with pytest.raises(ValueError, match='weather'):
+        update_docs.updated(page, results=tmp_path)
+
+
+@pytest.mark.parametrize('page', ['README.md', *PAGES])
+def test_links(page):
+    path = markdown.ROOT / page
+    for target in re.findall(r'\]\(([^)#\s]+)(?:#[^)]*)?\)', path.read_text(encoding='utf-8')):
+        if '://' not in target:
+            assert (path.parent / target).exists(), f'{page} links to {target}'
