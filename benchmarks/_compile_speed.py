@@ -167,7 +167,10 @@ def hollow(graph: Any, examples: list[Tensor]) -> Callable[..., tuple[Tensor]]:
 
 @torch.no_grad()
 def steady_state(rounds: int, copies: int) -> list[dict[str, Any]]:
-    """The same model with and without dispatch; then their guards alone, where all that dispatch adds must show.
+    """The same model with and without dispatch; then their guards alone, where what dispatch adds shows best.
+
+    The program is the same, to the letter, with and without: the difference is guards. Alone they are hot; between real
+    work their data falls out of the caches, and the whole model shows two to three times that.
 
     All models share their weights, for where weights happen to lie in memory makes 10 % between two copies of the same
     program. What still differs between copies is shown beside; the best copy of each round counts.

@@ -262,11 +262,10 @@ def verdict(world, member, call, layers, forced):
         if b.devices and 'cpu' not in b.devices:
             return 'unavailable', "'q' is on cpu"
     if not forced:
-        for layer in layers:
-            if any(member.is_named(token) for token in layer.deny):
-                return 'excluded', 'denied by'
-            if layer.allow is not None and not any(member.is_named(token) for token in layer.allow):
-                return 'excluded', 'not on the allow list'
+        if any(member.is_named(token) for layer in layers for token in layer.deny):
+            return 'excluded', 'denied by'
+        if not all(any(map(member.is_named, layer.allow)) for layer in layers if layer.allow is not None):
+            return 'excluded', 'not on the allow list'
         if b is not None:
             stated = SPELLINGS[b.toggle] if b.has_toggle else None
             if not (b.default_enable if stated is None else stated):
@@ -324,8 +323,7 @@ def expected(world, call):
         winner = late[0]
     rows = [(m.name, said, reason) for m, said, reason in verdicts]
     if verb in ('use', 'only'):
-        unasked = [(m, verdict(world, m, call, [], forced=False)) for m in rest]
-        rows += [(m.name, 'excluded', 'not listed') for m, _ in unasked]
+        rows += [(m.name, 'excluded', 'not listed') for m in rest]
     return (winner.name if winner else None), rows
 
 
@@ -472,7 +470,7 @@ QUIET = settings(
 )
 
 
-@settings(QUIET, max_examples=250)
+@settings(QUIET, max_examples=200)
 @given(worlds())
 def test_rules_explain_and_call_agree(world):
     with inside(world) as toy:
@@ -481,7 +479,7 @@ def test_rules_explain_and_call_agree(world):
             assert outcome(toy, toy.f, call) == winner
 
 
-@settings(QUIET, max_examples=80)
+@settings(QUIET, max_examples=60)
 @given(worlds(), st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from([*SPELLINGS])), max_size=4))
 def test_they_agree_through_changes_of_toggles(world, flips):
     with inside(world) as toy:
@@ -497,7 +495,7 @@ def test_they_agree_through_changes_of_toggles(world, flips):
                 assert compare_with_explain(toy, world, call) == winner
 
 
-@settings(QUIET, max_examples=15, phases=[Phase.explicit, Phase.generate])
+@settings(QUIET, max_examples=12, phases=[Phase.explicit, Phase.generate])
 @given(worlds())
 def test_compiled_calls_agree(world):
     torch._dynamo.reset()

@@ -169,9 +169,7 @@ class Scenario:
         yield 'unregistered', [LONG], {'flag': True}, 'flagged'
 
 
-@pytest.mark.parametrize(
-    ('backend', 'dynamic'), [('eager', None), ('eager', True), ('eager', False), ('aot_eager', None), ('aot_eager', True)]
-)
+@pytest.mark.parametrize(('backend', 'dynamic'), [('eager', None), ('eager', True), ('aot_eager', None)])
 def test_what_changes_is_selected_anew(monkeypatch, backend, dynamic):
     scenario = Scenario(monkeypatch)
     f = Compiled(scenario.toy, lambda q, **kwargs: scenario.toy.f(q, q, **kwargs) + 0, backend, dynamic=dynamic)
@@ -656,7 +654,7 @@ def test_an_error_that_leaves_a_scope(broken):
 
 
 def test_a_scope_that_was_made_outside():
-    """Dynamo enters no context manager object from outside the region: in fullgraph mode that is its error, never silence."""
+    """Dynamo enters no context manager from outside the region: in fullgraph mode that is its error, never silence."""
     toy = two()
     scope = use_backend('b', op=toy.op)
 
@@ -986,7 +984,7 @@ def test_no_backend_in_compiled_code(fullgraph):
     bad = torch.zeros(2, 4)
     with pytest.raises(NoBackendError, match='K must be 8, got 4'):
         f.eager(bad, bad)
-    with pytest.raises((NoBackendError, torch._dynamo.exc.Unsupported), match='no backend accepts this call|K must be 8'):
+    with pytest.raises((NoBackendError, torch._dynamo.exc.Unsupported), match=r'no backend accepts this call|K must be 8'):
         f(bad, bad)
     assert f() == 'default'
 
@@ -1052,12 +1050,12 @@ def test_strict_mode_inside_and_outside():
         with strict_mode():
             return toy.f(q, q)
 
-    with pytest.raises(Exception, match='verifier of backend .a. raised'):
+    with pytest.raises(Exception, match="verifier of backend 'a' raised"):
         Compiled(toy, function)(Q)
     assert nothing_is_left()
     f = Compiled(toy)
     assert f() == 'default'
-    with strict_mode(), pytest.raises(Exception, match='verifier of backend .a. raised'):
+    with strict_mode(), pytest.raises(Exception, match="verifier of backend 'a' raised"):
         f()
     assert f() == 'default'
 
@@ -1260,9 +1258,7 @@ def test_vmap_and_grad():
             return toy.f(q, q).sum()
 
     torch.testing.assert_close(torch.func.grad(loss)(q), 2 * q)
-    for transform in (torch.func.grad(loss), torch.func.vmap(torch.func.grad(loss))):
-        x = q if transform.__name__ != 'vmap' else q
-        x = q.expand(3, 8) if 'vmap' in repr(transform) else x
+    for transform, x in ((torch.func.grad(loss), q), (torch.func.vmap(torch.func.grad(loss)), q.expand(3, 8))):
         compiled = torch.compile(transform, backend='aot_eager', fullgraph=True)
         torch.testing.assert_close(compiled(x), transform(x))
 

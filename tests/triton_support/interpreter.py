@@ -4,8 +4,10 @@
 below mends one defect and says which and where it was seen: in Triton 3.6.0, in 3.9.0, or in both.
 
 What is exact: the operands of a dot (bf16, fp16, or fp32 cut to tf32 unless `input_precision` says otherwise), products
-accumulated in fp32, and every single operation on bf16, rounded to nearest, ties to even. What is not, since a GPU leaves it
-open too: the order in which a dot, a sum or a scan adds, the last bits of exp and its like, and fused multiply-adds.
+accumulated in fp32, and every single operation on bf16, rounded to nearest, ties to even. An H100 with Triton 3.6 gave the
+same bits for single operations and conversions, and cuts to tf32 likewise. What is not, since a GPU leaves it open too: the
+order in which a dot, a sum or a scan adds, the last bits of exp and its like, and whether `x * y + z` is fused (on the H100
+7 of 256 bf16 differed by that).
 
 What is refused: float8, `dot_scaled`, rounding modes other than these two, inline assembly, libdevice, a block used as a
 truth value, and an access outside the tensors given to the kernel.
@@ -313,7 +315,7 @@ _memory = _Memory()
 
 def _guard_memory() -> None:
     """3.6, 3.9: a load or store out of bounds reads or writes whatever lies there. And lanes that a mask excludes are zero
-    without an `other`; Triton's documentation leaves them undefined, so floats are NaN here."""
+    without an `other`, as they were on an H100; Triton's documentation leaves them undefined, so floats are NaN here."""
     stock_load, stock_store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     stock_convert, stock_call = interpreter._implicit_cvt, GridExecutor.__call__
 

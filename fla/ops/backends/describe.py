@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,14 @@ class BackendsView(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(self._states())
+
+    # from one look each: what a Mapping does by itself asks again for every name, which may be gone by then
+
+    def items(self) -> ItemsView[str, str]:
+        return self._states().items()
+
+    def values(self) -> ValuesView[str]:
+        return self._states().values()
 
     def __repr__(self) -> str:
         return f'{self._entry.key} backends: {self._states()}'
