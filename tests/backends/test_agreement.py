@@ -175,7 +175,7 @@ def worlds(draw):
     for name, backend in zip(NAMES, drawn, strict=False):
         backend.name = name
     words = (*KNOWN, *(b.name for b in drawn), *(f'impl:{b.kind}.{b.name.upper()}' for b in drawn))
-    return World(
+    world = World(
         backends=drawn,
         default_verifier=draw(st.sampled_from(['none', 'none', 'none', 'k8', 'no', 'noflag', 'raises', 'one'])),
         scopes=draw(st.lists(layer('policy_context()', words), max_size=2)),
@@ -183,6 +183,16 @@ def worlds(draw):
         env=draw(environments(words)),
         calls=draw(st.lists(calls, min_size=1, max_size=3)),
     )
+    # what seldom comes together by chance
+    leaning = draw(st.sampled_from(['nothing', 'nothing', 'strict wishes', 'demotion']))
+    if leaning == 'strict wishes':
+        world.scopes.append(Layer('policy_context()', prefer=draw(some(words, 3)), strict=True))
+    elif leaning == 'demotion':
+        world.default_verifier = 'no'
+        for b in drawn:
+            b.prefers = draw(yes_or_no('no', 'yes', 'k8'))
+            b.verifier = draw(yes_or_no('none', 'k8', 'noflag'))
+    return world
 
 
 # -- the rules, once more ---------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_both_in_one_compiled_function(staged, monkeypatch, backend):
     with torch._dynamo.config.patch(recompile_limit=64):
         counter = CompileCounterWithBackend(backend)
         compiled = torch.compile(lambda x: staged(x), backend=counter, fullgraph=True)
-        for vendor, backward, first, second in CHOICES + CHOICES[::-1]:
+        for vendor, backward, _, _ in CHOICES + CHOICES[::-1]:
             monkeypatch.setenv('FLA_STAGED_VENDOR', vendor)
             monkeypatch.setenv('FLA_STAGED_BACKWARD', backward)
             x = torch.randn(4, 8)
@@ -191,7 +191,10 @@ def test_double_backward_and_gradcheck(staged):
 
 
 class Unequal(Toy):
-    """Two backends whose results and gradients differ: `a` multiplies by 2, `b` by 3, the default by 1."""
+    """Two backends whose results differ, and with them what they save for the backward pass: `a` multiplies by 2, `b` by 3.
+
+    The gradient of `(n * x) * x` is `n * x` of the graph plus the `n * x` that was saved, or recomputed.
+    """
 
     def __init__(self):
         super().__init__()
@@ -202,13 +205,13 @@ class Unequal(Toy):
 
 def _times(number):
     def f(self, q, k, scale=None, flag=False):
-        return number * (q * k)
+        return (number * q) * k
 
     return f
 
 
 def recomputed_gradient(toy, between, **options):
-    """Gradient of `factor * x * x` at 1, whose recomputation happens after `between()`."""
+    """Half the gradient of `n * x * x` at 1, whose recomputation happens after `between()`."""
     x = torch.ones(2, 8, requires_grad=True)
     y = checkpoint(lambda value: toy.f(value, value), x, **options)
     between()
@@ -254,10 +257,10 @@ def test_checkpoint_contexts_of_nested_checkpoints(monkeypatch):
 
 
 def test_without_checkpoint_contexts_the_recomputation_selects_anew(monkeypatch):
-    """PyTorch compares metadata only, so this is silent: the documentation says to use `checkpoint_contexts` or to freeze."""
+    """PyTorch compares metadata only, so this is silent: hence `checkpoint_contexts`, or freezing."""
     toy = Unequal()
     between = lambda: monkeypatch.setenv('FLA_TOY_A', '0')  # noqa: E731
-    assert recomputed_gradient(toy, between, use_reentrant=False) == 3
+    assert recomputed_gradient(toy, between, use_reentrant=False) == (2 + 3) / 2
 
 
 def test_reentrant_checkpoint():
@@ -352,6 +355,26 @@ def test_optional_tensors_and_lists_of_tensors_count():
     handle.remove()
 
 
+def test_a_tensor_or_a_number():
+    registry = BackendRegistry('toynumber')
+
+    @dispatch('toynumber')
+    def scaled(q: torch.Tensor, scale: torch.Tensor | float = 1.0, bias: torch.Tensor | None = None) -> str:
+        return 'default'
+
+    class Fast(BaseBackend):
+        backend_type, grad = 'fast', 'none'
+
+        def scaled(self, q, scale=1.0, bias=None):
+            return 'fast'
+
+    handle = registry.register(Fast())
+    q, w = torch.zeros(1), torch.zeros(1, requires_grad=True)
+    assert scaled(q, 2.0) == scaled(q, 2.0, q) == scaled(q, q) == 'fast'
+    assert scaled(q, w) == scaled(q, 2.0, w) == 'default'
+    handle.remove()
+
+
 def test_forward_mode_refuses_inference_only_backends(toy):
     """`no_grad` does not switch forward-mode AD off: the tangent would be lost."""
     import torch.autograd.forward_ad as forward_ad
@@ -381,9 +404,24 @@ def test_func_grad(compiled):
     toy = Unequal()
     toy.add('fast', grad='none', priority=0)
     function = torch.func.grad(lambda v: toy.f(v, v).sum())
+    vmapped = torch.func.vmap(lambda v: toy.f(v, v))
     if compiled:
         function = torch.compile(function, backend='aot_eager', fullgraph=True)
-    assert function(torch.ones(2, 8))[0, 0].item() == 4
+        vmapped = torch.compile(vmapped, backend='aot_eager', fullgraph=True)
+    for _ in range(2):
+        assert function(torch.ones(2, 8))[0, 0].item() == 4
+        assert vmapped(torch.ones(2, 8))[0, 0].item() == 2
+    assert toy.ran() == 'fast'
+
+
+def test_compiled_code_under_a_transform():
+    """Dynamo refuses to trace it, and eager runs."""
+    toy = Unequal()
+    toy.add('fast', grad='none', priority=0)
+    compiled = torch.compile(lambda v: toy.f(v, v) + 0, backend='aot_eager')
+    for _ in range(2):
+        assert toy.name_of(compiled(torch.zeros(2, 8))) == 'fast'
+        assert torch.func.grad(lambda v: compiled(v).sum())(torch.ones(2, 8))[0, 0].item() == 4
 
 
 def test_func_vjp_and_hessian():

@@ -130,7 +130,8 @@ def problems(dispatcher: Dispatcher) -> list[str]:
     """See `validate()`."""
     dispatcher.discovery.load_all()
     found = [
-        f'operation {name!r}: its backends package failed: {text}' for name, text in sorted(dispatcher.discovery.errors.items())
+        f'operation {name!r}: its backends package failed: {text}'
+        for name, text in sorted(dispatcher.discovery.errors.items())
     ]
     for plugin in dispatcher.plugins():
         if plugin.error:

@@ -140,6 +140,7 @@ class Entry:
             '_d_getattr': getattr,
             '_d_grad_enabled': torch.is_grad_enabled,
             '_d_has_override': torch.overrides.has_torch_function,
+            '_d_in_func': tensors.in_func_transform,
             '_d_len': len,
             '_d_need': while_tracing(self._need_platform),
             '_d_none': self._raise_no_backend,

@@ -20,6 +20,7 @@ from fla.ops.backends import tensors
 from fla.ops.backends.availability import capability_verdict
 from fla.ops.backends.backend import BaseBackend, Reason, Verdict, format_reason
 from fla.ops.backends.codegen import Explain, source_of
+from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import unknown_name
 from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Facts, Member, build
 from fla.utils.devices import KNOWN_DEVICES, PLATFORMS, Device
@@ -219,6 +220,10 @@ def explain_entry(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], p
     collector = _Collector(chain)
     _run(entry, plan, where, collector, args, kwargs, pretended)
     return _decision(entry, chain, collector, where, policy.order_source, bound.arguments, assumed)
+
+
+# in eager, from a frame that Dynamo gave up on, it would trace all of this
+never_a_frame(explain_entry, callees=True)
 
 
 def _baseline(entry: Entry, arguments: dict[str, Any]) -> Decision:

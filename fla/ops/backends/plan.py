@@ -342,7 +342,8 @@ def _grad_tests(signature: Signature) -> list[Test]:
         if not signature.annotated:
             needs.append(f'_d_getattr({name}, "requires_grad", False)')
         elif signature.is_optional_tensor(name):
-            needs.append(f'({name} is not None and {name}.requires_grad)')
+            # `Tensor | float` may be a float
+            needs.append(f'({name} is not None and _d_getattr({name}, "requires_grad", False))')
         else:
             needs.append(f'{name}.requires_grad')
     needs += [f'_d_any_grad({name})' for name in signature.tensor_groups]
@@ -350,6 +351,8 @@ def _grad_tests(signature: Signature) -> list[Test]:
     return [
         Test(backward, 'inference only, and a tensor argument requires grad'),
         Test('_d_forward_ad._current_level >= 0', 'inference only, and forward-mode AD is active'),
+        # inside torch.func.grad Dynamo (2.13) says that an argument does not require grad
+        Test('_d_in_func()', 'inference only, and a torch.func transform is active'),
     ]
 
 

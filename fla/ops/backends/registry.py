@@ -249,7 +249,8 @@ class BackendRegistry:
         False if one of them is being imported further up in this very thread.
         """
         new = [entry for entry in self._entries if entry.backend is None and entry.error is None]
-        return all([self._import(entry) for entry in new])
+        done = [self._import(entry) for entry in new]
+        return all(done)
 
     def retry_paths(self) -> None:
         """Called under the lock: what could not be imported is tried again when the operation is next used."""

@@ -69,8 +69,10 @@ class Signature:
         if not hits:
             hits = {p.name for p in named if p.default is EMPTY and p.annotation is EMPTY}
         # `Tensor | tuple[Tensor, Tensor]` can be either: such a parameter is looked at by a helper, like a group.
-        self.tensor_groups = tuple(n for n in self.names if n in hits and _MANY.search(text[n]))
-        self.tensors = tuple(n for n in self.names if n in hits and n not in self.tensor_groups)
+        groups = tuple(n for n in self.names if n in hits and _MANY.search(text[n]))
+        self.tensors = tuple(n for n in self.names if n in hits and n not in groups)
+        rest = [p for p in self.parameters.values() if p.kind in (VAR_POSITIONAL, VAR_KEYWORD)]
+        self.tensor_groups = groups + tuple(p.name for p in rest if _TENSOR.search(repr(p.annotation)))
 
     def default(self, name: str) -> Any:
         """The default of a parameter, `EMPTY` where it is required."""

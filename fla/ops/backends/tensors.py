@@ -98,6 +98,15 @@ def any_requires_grad(values: Any) -> bool:
     return False
 
 
+def in_func_transform() -> bool:
+    """Whether a `torch.func` transform is active. Run while tracing: Dynamo has the region's own transforms active then, and
+    guards those around it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+in_func_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def check_tensors(**tensors: torch.Tensor | None) -> None:
     """For `check` functions: every argument that is given is a tensor, and all are on one device.
 

@@ -1,0 +1,142 @@
+"""The recurrence of `state` in reverse: what comes back through the states, from the last chunk to the first.
+
+    dU' = (M^T dO) + K' dS;   dS <- decay dS + Q'^T dO - W^T dU'
+
+with Q' = scale e^G Q and K' = e^{G_C - G} K. One program owns a block of value columns of one head of one sequence and keeps
+the state's gradient in registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fla.ops.common.kernels.layout import sequence_span
+
+
+@triton.jit(do_not_specialize=['T'])
+def states_backward(
+    q,
+    k,
+    w,
+    do,
+    G,
+    rq,
+    rk,
+    du,
+    dh,
+    d_final,
+    d_initial,
+    cu_seqlens,
+    offsets,
+    scale,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (ceil(V / BV), N * HV), BK >= K.
+
+    Args:
+        q, k: `[B, T, H, K]` by strides; with PER_CHANNEL scale e^G q and e^{G_C - G} k `[B, T, HV, K]` contiguous instead
+            (scale and the strides are not used then).
+        w `[B, T, HV, K]`, do `[B, T, HV, V]`: contiguous, in k's dtype.
+        G: running log decay, float32 `[B, T, HV]` or `[B, T, HV, K]`.
+        rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`; None unless NORMALISED.
+        du: `[B, T, HV, V]` in k's dtype: M^T dO when called, the gradient of U' afterwards.
+        dh: `[rows, HV, K, V]` in k's dtype, written: the gradient of the state after each chunk.
+        d_final, d_initial: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`; read if HAS_FINAL, written if HAS_INITIAL.
+    """
+    vb, nh = tl.program_id(0), tl.program_id(1)
+    n, hv = nh // HV, nh % HV
+    if PACKED:
+        start, end = sequence_span(cu_seqlens, n, T)
+        row = tl.load(offsets + n).to(tl.int64)
+        batch = (n * 0).to(tl.int64)
+    else:
+        start, end = n * 0, T
+        row = (n * tl.cdiv(T, SIZE)).to(tl.int64)
+        batch = n.to(tl.int64)
+    length = end - start
+    chunks = tl.cdiv(length, SIZE)
+    token = batch * T + start
+    rows = tl.arange(0, BK)
+    cv = vb * BV + tl.arange(0, BV)
+    state_mask = (rows[:, None] < K) & (cv[None, :] < V)
+    state_at = nh.to(tl.int64) * K * V + (cv[None, :] * K + rows[:, None] if V_FIRST else rows[:, None] * V + cv[None, :])
+    dS = tl.zeros([BK, BV], tl.float32)
+    if HAS_FINAL:
+        dS = tl.load(d_final + state_at, mask=state_mask, other=0.0).to(tl.float32)
+    steps = tl.arange(0, SIZE)
+    w_ptr = w + (token * HV + hv) * K
+    do_ptr = do + (token * HV + hv) * V
+    du_ptr = du + (token * HV + hv) * V
+    if PER_CHANNEL:
+        q_ptr = q + (token * HV + hv) * K
+        k_ptr = k + (token * HV + hv) * K
+        G_ptr = G + (token * HV + hv) * K
+    else:
+        head = (hv // (HV // H)).to(tl.int64)
+        q_ptr = q + batch * q_b + start.to(tl.int64) * q_t + head * q_h
+        k_ptr = k + batch * k_b + start.to(tl.int64) * k_t + head * k_h
+        G_ptr = G + token * HV + hv
+    if NORMALISED:
+        rq_ptr = rq + token * HV + hv
+        rk_ptr = rk + token * HV + hv
+    dh_ptr = dh + (row * HV + hv) * K * V + rows[:, None] * V + cv[None, :]
+    for i in tl.range(0, chunks, num_stages=STAGES):
+        c = chunks - 1 - i
+        t = c * SIZE + steps
+        inside = t < length
+        last = tl.minimum(c * SIZE + SIZE, length) - 1
+        tile = t[:, None].to(tl.int64) * HV
+        one = t.to(tl.int64) * HV
+        tl.store(dh_ptr + c.to(tl.int64) * HV * K * V, dS.to(dh.dtype.element_ty), mask=state_mask)
+        k_mask = inside[:, None] & (rows[None, :] < K)
+        v_mask = inside[:, None] & (cv[None, :] < V)
+        dO = tl.load(do_ptr + tile * V + cv[None, :], mask=v_mask, other=0.0)
+        dU = tl.load(du_ptr + tile * V + cv[None, :], mask=v_mask, other=0.0).to(tl.float32)
+        if PER_CHANNEL:
+            keys = tl.load(k_ptr + tile * K + rows[None, :], mask=k_mask, other=0.0)
+            Q = tl.load(q_ptr + tile * K + rows[None, :], mask=k_mask, other=0.0)
+            dU += tl.dot(keys, dS.to(keys.dtype), input_precision=PRECISION)
+            decay = tl.exp(tl.load(G_ptr + last.to(tl.int64) * HV * K + rows, mask=rows < K, other=0.0))
+            dS = dS * decay[:, None]
+        else:
+            keys = tl.load(k_ptr + t[:, None].to(tl.int64) * k_t + rows[None, :], mask=k_mask, other=0.0)
+            Q = tl.load(q_ptr + t[:, None].to(tl.int64) * q_t + rows[None, :], mask=k_mask, other=0.0)
+            G_last = tl.load(G_ptr + last.to(tl.int64) * HV)
+            Gc = tl.load(G_ptr + one, mask=inside, other=0.0)
+            left = tl.where(inside, tl.exp(tl.where(inside, G_last - Gc, 0.0)), 0.0)
+            grown = tl.exp(Gc) * scale
+            if NORMALISED:
+                left *= tl.load(rk_ptr + one, mask=inside, other=0.0)
+                grown *= tl.load(rq_ptr + one, mask=inside, other=0.0)
+            dU += tl.dot(keys, dS.to(keys.dtype), input_precision=PRECISION) * left[:, None]
+            dO = (dO.to(tl.float32) * grown[:, None]).to(do.dtype.element_ty)
+            dS = dS * tl.exp(G_last)
+        dU = dU.to(du.dtype.element_ty)
+        tl.store(du_ptr + tile * V + cv[None, :], dU, mask=v_mask)
+        W = tl.load(w_ptr + tile * K + rows[None, :], mask=k_mask, other=0.0)
+        dS += tl.dot(tl.trans(Q), dO, input_precision=PRECISION)
+        dS -= tl.dot(tl.trans(W), dU.to(W.dtype), input_precision=PRECISION)
+    if HAS_INITIAL:
+        tl.store(d_initial + state_at, dS.to(d_initial.dtype.element_ty), mask=state_mask)

@@ -1,0 +1,532 @@
+"""Backward of the chunked gated delta rule.
+
+Per chunk, with X = (I + L)^-1, D = dD/d(beta (V - K' S)) the adjoint of the triangular system and all decays at most 1:
+
+    U' = X beta (V - e^G K S);   O = scale e^G Q S + M U';   S' = e^{G_C} S + (e^{G_C - G} K)^T U'
+
+    D  = X^T dU';   dV = beta D;   dL = -tril(D U'^T, -1);   dM = tril(dO U'^T)
+    dbeta_i = <D_i, (V - e^G K S)_i> + sum_j dL_ij L_ij / beta_i
+
+`recompute` repeats w and u of the forward and begins dU'; `states_forward` and `states_backward` (shared) give the states, U',
+their gradients and dU'; `within` does what stays within a chunk, `through` what goes through the states; `finish_gates` and
+`finish_heads` sum over steps, channels and groups of heads. Nothing is added atomically.
+
+Norms: where q and k are normalised, products are of raw rows and 1 / norm stands among the factors. A gradient that is left
+by `through` is that of q or k with the norm held constant, and `finish_heads` takes out what lies along the row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fla.ops.common.kernels.gates import beta_of, inverse_norm, sigmoid, softplus
+from fla.ops.common.kernels.layout import chunk_of
+
+
+@triton.jit
+def load_beta(beta, beta_at, b_t, steps, inside, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
+    """beta of the steps of a chunk, 0 outside it."""
+    raw = tl.load(beta + beta_at + steps.to(tl.int64) * b_t, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, beta_of(raw, SIGMOID, DOUBLE), 0.0)
+
+
+@triton.jit(do_not_specialize=['T'])
+def recompute(
+    q,
+    k,
+    v,
+    beta,
+    do,
+    G,
+    inverse,
+    rq,
+    rk,
+    w,
+    u,
+    du,
+    cu_seqlens,
+    table,
+    scale,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    v_b,
+    v_t,
+    v_h,
+    b_b,
+    b_t,
+    b_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (rows * HV,). Written, contiguous: rq, rk float32 `[B, T, HV]` (NORMALISE); w `[B, T, HV, K]`, u `[B, T, HV, V]` and
+    M^T dO as du `[B, T, HV, V]`, in k's dtype."""
+    pid = tl.program_id(0)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    steps = tl.arange(0, SIZE)
+    inside = first + steps < end
+    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
+    head, hv64 = (hv // (HV // H)).to(tl.int64), hv.to(tl.int64)
+    q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
+    k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
+    v_ptr = v + batch64 * v_b + first64 * v_t + hv64 * v_h
+    token = (batch64 * T + first64) * HV + hv
+    own = steps[:, None].to(tl.int64) * HV
+    time = steps[:, None].to(tl.int64)
+    one = token + steps.to(tl.int64) * HV
+    Gc = tl.load(G + one, mask=inside, other=0.0)
+    bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
+    k_norm = tl.full([SIZE], 1.0, tl.float32)
+    q_norm = tl.full([SIZE], 1.0, tl.float32)
+    if NORMALISE:
+        k_norm = inverse_norm(k_ptr, k_t, time, inside, K, BK)
+        q_norm = inverse_norm(q_ptr, q_t, time, inside, K, BK)
+        tl.store(rk + one, k_norm, mask=inside)
+        tl.store(rq + one, q_norm, mask=inside)
+    X = tl.load(inverse + token * SIZE + own * SIZE + steps[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    for_w = (X * (bt * tl.exp(Gc) * k_norm)[None, :]).to(w.dtype.element_ty)
+    for_u = (X * bt[None, :]).to(u.dtype.element_ty)
+    turned = tl.zeros([SIZE, SIZE], tl.float32)
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
+        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
+        W = tl.dot(for_w, keys, input_precision=PRECISION)
+        tl.store(w + token * K + own * K + cols[None, :], W.to(w.dtype.element_ty), mask=mask)
+        turned += tl.dot(keys, tl.trans(Q), input_precision=PRECISION)
+    # M^T: rows are keys, columns queries that come no earlier
+    later = (steps[:, None] <= steps[None, :]) & inside[None, :]
+    turned *= tl.exp(tl.where(later, Gc[None, :] - Gc[:, None], 0.0)) * k_norm[:, None] * (q_norm * scale)[None, :]
+    turned = tl.where(later, turned, 0.0).to(du.dtype.element_ty)
+    for i in range(0, V, BV):
+        cols = i + tl.arange(0, BV)
+        mask = inside[:, None] & (cols[None, :] < V)
+        at = token * V + own * V + cols[None, :]
+        values = tl.load(v_ptr + time * v_t + cols[None, :], mask=mask, other=0.0)
+        dO = tl.load(do + at, mask=mask, other=0.0)
+        tl.store(u + at, tl.dot(for_u, values, input_precision=PRECISION).to(u.dtype.element_ty), mask=mask)
+        tl.store(du + at, tl.dot(turned, dO, input_precision=PRECISION).to(du.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=['T'])
+def within(
+    q,
+    k,
+    v,
+    beta,
+    do,
+    G,
+    inverse,
+    rq,
+    rk,
+    v_new,
+    du,
+    dv,
+    from_q,
+    from_k,
+    d_G,
+    d_beta,
+    cu_seqlens,
+    table,
+    scale,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    v_b,
+    v_t,
+    v_h,
+    b_b,
+    b_t,
+    b_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (rows * HV,).
+
+    Args:
+        du: `[B, T, HV, V]`: the gradient of U' when called, D afterwards.
+        dv: `[B, T, HV, V]`, written.
+        from_q, from_k: `[B, T, HV, SIZE]` in k's dtype, written: the gradients of the plain products q k^T and k k^T, the
+            second plus its transpose.
+        d_G, d_beta: float32 `[·, B, T, HV]`, of which the first `[B, T, HV]` are written: shares in the gradients of the
+            running log decay and of beta.
+    """
+    pid = tl.program_id(0)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    steps = tl.arange(0, SIZE)
+    inside = first + steps < end
+    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
+    head, hv64 = (hv // (HV // H)).to(tl.int64), hv.to(tl.int64)
+    q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
+    k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
+    v_ptr = v + batch64 * v_b + first64 * v_t + hv64 * v_h
+    token = (batch64 * T + first64) * HV + hv
+    own = steps[:, None].to(tl.int64) * HV
+    time = steps[:, None].to(tl.int64)
+    one = token + steps.to(tl.int64) * HV
+    square = token * SIZE + own * SIZE + steps[None, :]
+    bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
+    X = tl.load(inverse + square, mask=inside[:, None], other=0.0)
+    dM = tl.zeros([SIZE, SIZE], tl.float32)
+    dL = tl.zeros([SIZE, SIZE], tl.float32)
+    along = tl.zeros([SIZE, BV], tl.float32)
+    for i in range(0, V, BV):
+        cols = i + tl.arange(0, BV)
+        mask = inside[:, None] & (cols[None, :] < V)
+        at = token * V + own * V + cols[None, :]
+        dU = tl.load(du + at, mask=mask, other=0.0)
+        update = tl.load(v_new + at, mask=mask, other=0.0)
+        dO = tl.load(do + at, mask=mask, other=0.0)
+        values = tl.load(v_ptr + time * v_t + cols[None, :], mask=mask, other=0.0)
+        D = tl.dot(tl.trans(X), dU, input_precision=PRECISION)
+        tl.store(dv + at, (D * bt[:, None]).to(dv.dtype.element_ty), mask=mask)
+        # summed after the loop: see `inverse_norm`
+        along += D * values.to(tl.float32)
+        D = D.to(du.dtype.element_ty)
+        tl.store(du + at, D, mask=mask)
+        dL -= tl.dot(D, tl.trans(update), input_precision=PRECISION)
+        dM += tl.dot(dO, tl.trans(update), input_precision=PRECISION)
+    along_v = tl.sum(along, 1)
+    qk = tl.zeros([SIZE, SIZE], tl.float32)
+    kk = tl.zeros([SIZE, SIZE], tl.float32)
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
+        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
+        qk += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
+        kk += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+    Gc = tl.load(G + one, mask=inside, other=0.0)
+    strict = (steps[:, None] > steps[None, :]) & inside[:, None]
+    decay = tl.where(strict, tl.exp(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
+    dM *= tl.where(steps[:, None] == steps[None, :], scale, decay * scale)
+    dL *= decay
+    if NORMALISE:
+        k_norm = tl.load(rk + one, mask=inside, other=0.0)
+        dM *= tl.load(rq + one, mask=inside, other=0.0)[:, None] * k_norm[None, :]
+        dL *= k_norm[:, None] * k_norm[None, :]
+    tl.store(from_q + square, dM.to(from_q.dtype.element_ty), mask=inside[:, None])
+    kk *= dL
+    along_k = tl.sum(kk, 1)
+    dL *= bt[:, None]
+    tl.store(from_k + square, (dL + tl.trans(dL)).to(from_k.dtype.element_ty), mask=inside[:, None])
+    tl.store(d_beta + one, along_v + along_k, mask=inside)
+    # what decays from j to i: with and against G_i and G_j. On the diagonal nothing does
+    flow = kk * bt[:, None] + tl.where(strict, qk * dM, 0.0)
+    tl.store(d_G + one, tl.sum(flow, 1) - tl.sum(flow, 0), mask=inside)
+
+
+@triton.jit(do_not_specialize=['T', 'tokens'])
+def through(
+    q,
+    k,
+    beta,
+    do,
+    G,
+    rq,
+    rk,
+    v_new,
+    D,
+    h,
+    dh,
+    from_q,
+    from_k,
+    dq,
+    dk,
+    d_G,
+    d_beta,
+    cu_seqlens,
+    table,
+    scale,
+    T,
+    tokens,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    b_b,
+    b_t,
+    b_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (ceil(K / BK), rows * HV).
+
+    Args:
+        h, dh: `[rows, HV, K, V]`: the state before and the gradient of the state after each chunk.
+        D, from_q, from_k: as left by `within`.
+        dq, dk: `[B, T, HV, K]`, written.
+        d_G, d_beta: float32 `[1 + ceil(K / BK), B, T, HV]`: block i of channels writes share 1 + i.
+        tokens: B * T.
+    """
+    kb, pid = tl.program_id(0), tl.program_id(1)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    steps = tl.arange(0, SIZE)
+    inside = first + steps < end
+    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
+    head, hv64 = (hv // (HV // H)).to(tl.int64), hv.to(tl.int64)
+    token = (batch64 * T + first64) * HV + hv
+    own = steps[:, None].to(tl.int64) * HV
+    time = steps[:, None].to(tl.int64)
+    one = token + steps.to(tl.int64) * HV
+    square = token * SIZE + own * SIZE + steps[None, :]
+    channels = kb * BK + tl.arange(0, BK)
+    in_k = channels < K
+    state = (row.to(tl.int64) * HV + hv) * K * V + channels[:, None] * V
+    to_q = tl.zeros([SIZE, BK], tl.float32)
+    to_k = tl.zeros([SIZE, BK], tl.float32)
+    to_error = tl.zeros([SIZE, BK], tl.float32)
+    kept = tl.zeros([BK, BV], tl.float32)
+    for i in range(0, V, BV):
+        cols = i + tl.arange(0, BV)
+        mask = inside[:, None] & (cols[None, :] < V)
+        at = token * V + own * V + cols[None, :]
+        state_mask = in_k[:, None] & (cols[None, :] < V)
+        S = tl.load(h + state + cols[None, :], mask=state_mask, other=0.0)
+        dS = tl.load(dh + state + cols[None, :], mask=state_mask, other=0.0)
+        dO = tl.load(do + at, mask=mask, other=0.0)
+        dE = tl.load(D + at, mask=mask, other=0.0)
+        update = tl.load(v_new + at, mask=mask, other=0.0)
+        to_q += tl.dot(dO, tl.trans(S), input_precision=PRECISION)
+        to_error += tl.dot(dE, tl.trans(S), input_precision=PRECISION)
+        to_k += tl.dot(update, tl.trans(dS), input_precision=PRECISION)
+        kept += S.to(tl.float32) * dS.to(tl.float32)
+    last = tl.minimum(end - first, SIZE) - 1
+    G_last = tl.load(G + token + last.to(tl.int64) * HV)
+    Gc = tl.load(G + one, mask=inside, other=0.0)
+    grown = tl.exp(Gc)
+    left = tl.exp(tl.where(inside, G_last - Gc, 0.0))
+    q_factor = grown * scale
+    if NORMALISE:
+        k_norm = tl.load(rk + one, mask=inside, other=0.0)
+        q_factor *= tl.load(rq + one, mask=inside, other=0.0)
+        grown *= k_norm
+        left *= k_norm
+    to_q *= q_factor[:, None]
+    to_k *= left[:, None]
+    to_error *= -grown[:, None]
+    mask = inside[:, None] & in_k[None, :]
+    Q = tl.load(q + batch64 * q_b + first64 * q_t + head * q_h + time * q_t + channels[None, :], mask=mask, other=0.0)
+    keys = tl.load(k + batch64 * k_b + first64 * k_t + head * k_h + time * k_t + channels[None, :], mask=mask, other=0.0)
+    bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
+    share = (1 + kb).to(tl.int64) * tokens * HV
+    q_along = tl.sum(Q.to(tl.float32) * to_q, 1)
+    error_along = tl.sum(keys.to(tl.float32) * to_error, 1)
+    k_along = tl.sum(keys.to(tl.float32) * to_k, 1)
+    tl.store(d_beta + share + one, error_along, mask=inside)
+    at_end = tl.sum(k_along, 0) + tl.exp(G_last) * tl.sum(tl.sum(kept, 1), 0)
+    flow = q_along + bt * error_along - k_along + tl.where(steps == last, at_end, 0.0)
+    tl.store(d_G + share + one, flow, mask=inside)
+    P = tl.load(from_q + square, mask=inside[:, None], other=0.0)
+    R = tl.load(from_k + square, mask=inside[:, None], other=0.0)
+    at = token * K + own * K + channels[None, :]
+    to_q += tl.dot(P, keys, input_precision=PRECISION)
+    tl.store(dq + at, to_q.to(dq.dtype.element_ty), mask=mask)
+    to_k += bt[:, None] * to_error
+    to_k += tl.dot(tl.trans(P), Q, input_precision=PRECISION)
+    to_k += tl.dot(R, keys, input_precision=PRECISION)
+    tl.store(dk + at, to_k.to(dk.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=['T', 'tokens'])
+def finish_gates(
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    d_G,
+    d_beta,
+    dg,
+    db,
+    dA,
+    cu_seqlens,
+    table,
+    T,
+    tokens,
+    g_b,
+    g_t,
+    g_h,
+    b_b,
+    b_t,
+    b_h,
+    SHARES: tl.constexpr,
+    HV: tl.constexpr,
+    SIZE: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Grid (rows * HV,): the gradients of g and beta as given, from SHARES shares in those of G and beta.
+
+    With GATE, `dg` is that of the raw gate, of which dt_bias's is the sum, and `dA` (float32) is to be summed to A_log's.
+    dg, db, dA: `[B, T, HV]`, contiguous.
+    """
+    pid = tl.program_id(0)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    steps = tl.arange(0, SIZE)
+    inside = first + steps < end
+    batch64, first64, hv64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64), hv.to(tl.int64)
+    one = (batch64 * T + first64) * HV + hv + steps.to(tl.int64) * HV
+    flow = tl.zeros([SIZE], tl.float32)
+    slope = tl.zeros([SIZE], tl.float32)
+    for share in range(SHARES):
+        at = one + (pid * 0 + share).to(tl.int64) * tokens * HV
+        flow += tl.load(d_G + at, mask=inside, other=0.0)
+        slope += tl.load(d_beta + at, mask=inside, other=0.0)
+    # G_i is the sum of g_j up to i
+    slope_g = tl.sum(tl.where(steps[:, None] >= steps[None, :], flow[:, None], 0.0), 0)
+    if GATE:
+        raw = tl.load(g + batch64 * g_b + first64 * g_t + hv64 * g_h + steps.to(tl.int64) * g_t, mask=inside, other=0.0)
+        raw = raw.to(tl.float32)
+        if HAS_BIAS:
+            raw += tl.load(dt_bias + hv).to(tl.float32)
+        slope_g *= -tl.exp(tl.load(A_log + hv).to(tl.float32))
+        tl.store(dA + one, slope_g * softplus(raw), mask=inside)
+        slope_g *= sigmoid(raw)
+    tl.store(dg + one, slope_g.to(dg.dtype.element_ty), mask=inside)
+    if SIGMOID:
+        logit = tl.load(beta + batch64 * b_b + first64 * b_t + hv64 * b_h + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
+        logit = logit.to(tl.float32)
+        slope *= sigmoid(logit) * sigmoid(-logit)
+        if DOUBLE:
+            slope *= 2.0
+    tl.store(db + one, slope.to(db.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finish_rows(
+    x_ptr, x_t, each, token, out, time, inside,
+    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NORMALISE: tl.constexpr,
+):
+    """Sums the gradients of the rows of q or k over a group of heads, and through their normalisation."""
+    own = (token * HV + time * HV) * K
+    factor = tl.zeros([inside.shape[0]], tl.float32)
+    if NORMALISE:
+        norm = inverse_norm(x_ptr, x_t, time, inside, K, BK)
+        along = tl.zeros([inside.shape[0]], tl.float32)
+        for i in range(0, K, BK):
+            cols = i + tl.arange(0, BK)
+            mask = inside[:, None] & (cols[None, :] < K)
+            x = tl.load(x_ptr + time * x_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            for r in range(GROUP):
+                along += tl.sum(x * tl.load(each + own + r * K + cols[None, :], mask=mask, other=0.0).to(tl.float32), 1)
+        factor = along * norm * norm
+        # `out` may be `each`
+        tl.debug_barrier()
+    at = (token * (HV // GROUP) + time * (HV // GROUP)) * K
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        total = tl.zeros([inside.shape[0], BK], tl.float32)
+        for r in range(GROUP):
+            total += tl.load(each + own + r * K + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if NORMALISE:
+            x = tl.load(x_ptr + time * x_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            total -= x * factor[:, None]
+        tl.store(out + at + cols[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=['T'])
+def finish_heads(
+    q,
+    k,
+    dq_each,
+    dk_each,
+    dq,
+    dk,
+    cu_seqlens,
+    table,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Grid (rows * H,): dq, dk `[B, T, H, K]` from those of each value head `[B, T, HV, K]`, which may be the same memory if
+    HV == H. All contiguous, except for q and k."""
+    pid = tl.program_id(0)
+    row, h = pid // H, pid % H
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    steps = tl.arange(0, SIZE)
+    inside = first + steps < end
+    time = steps[:, None].to(tl.int64)
+    batch64, first64, h64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64), h.to(tl.int64)
+    token = batch64 * T + first64
+    group: tl.constexpr = HV // H
+    q_ptr = q + batch64 * q_b + first64 * q_t + h64 * q_h
+    k_ptr = k + batch64 * k_b + first64 * k_t + h64 * k_h
+    each = h64 * group * K
+    finish_rows(q_ptr, q_t, dq_each + each, token, dq + h64 * K, time, inside, group, HV, K, BK, NORMALISE)
+    finish_rows(k_ptr, k_t, dk_each + each, token, dk + h64 * K, time, inside, group, HV, K, BK, NORMALISE)

@@ -1,0 +1,474 @@
+"""Backward of chunked Kimi delta attention: what is parallel over chunks.
+
+In a chunk, T = (I + L)^-1 diag(beta), W = T (e^G K), U' = T V - W S, O = (scale e^G Q) S + M U' and
+S' = e^{G_C} S + (e^{G_C - G} K)^T U'. `states_backward` (shared) has given the gradients of S' and of U'. `pairs_backward`
+gives those of everything that has two steps (M, T, L) and of v and beta; then `channels_backward` gives those of q, k and
+the gate, in which channels are independent. It splits a chunk by halves as the forward does, so that no exponent is above 0.
+
+The log decay appears in no gradient but through products with q and k: a term x e^{G_i - G_j} y gives itself to dG_i and
+minus itself to dG_j. Terms of one step with itself are left out: under strong decays they are the largest, and what
+remained of their difference would be rounding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fla.ops.common.kernels.gates import beta_of, inverse_norm, sigmoid, softplus
+from fla.ops.common.kernels.layout import chunk_of
+from fla.ops.kda.kernels.forward import level_decay
+
+
+@triton.jit(do_not_specialize=['T'])
+def outputs_backward(
+    attend,
+    do,
+    du,
+    cu_seqlens,
+    table,
+    T,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (ceil(V / BV), rows * HV): du = attend^T do, what of the gradient of U' stays in the chunk. All contiguous."""
+    vb, pid = tl.program_id(0), tl.program_id(1)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    steps = tl.arange(0, SIZE)
+    inside = first + steps < end
+    token = ((batch + pid * 0).to(tl.int64) * T + first) * HV + hv
+    own = steps[:, None].to(tl.int64) * HV
+    vc = vb * BV + tl.arange(0, BV)
+    mask = inside[:, None] & (vc[None, :] < V)
+    at = token * V + own * V + vc[None, :]
+    M = tl.load(attend + token * SIZE + own * SIZE + steps[None, :], mask=inside[:, None], other=0.0)
+    dO = tl.load(do + at, mask=mask, other=0.0)
+    dU = tl.dot(tl.trans(M), dO, input_precision=PRECISION)
+    tl.store(du + at, dU.to(du.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=['T'])
+def pairs_backward(
+    q,
+    k,
+    v,
+    beta,
+    G,
+    lower,
+    inverse,
+    v_new,
+    h,
+    do,
+    du,
+    d_attend,
+    d_lower,
+    d_grown,
+    dv,
+    dbeta,
+    rq,
+    rk,
+    cu_seqlens,
+    table,
+    scale,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    v_b,
+    v_t,
+    v_h,
+    b_b,
+    b_t,
+    b_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (rows * HV,). Everything written is `[B, T, HV, ·]` and contiguous.
+
+    Args:
+        lower, inverse (SIZE), v_new (V), h: of the forward. do, du: gradients of o and v_new, contiguous (V).
+        d_attend: written, scale * (dM + dM^T), its diagonal once (SIZE). May be the memory of `attend`.
+        d_lower: written, dA + dA^T for A = `lower` (SIZE). May be `lower`.
+        d_grown: written, the gradient of e^G k, k normalised (K).
+        dv: written (V). May be `du`: each tile of that has been read for the last time when it is overwritten.
+        dbeta: written, of beta as given. rq, rk: written with NORMALISE, 1 / norm of q and k, float32.
+    """
+    pid = tl.program_id(0)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    steps = tl.arange(0, SIZE)
+    inside = first + steps < end
+    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
+    head = (hv // (HV // H)).to(tl.int64)
+    hv64 = hv.to(tl.int64)
+    k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
+    v_ptr = v + batch64 * v_b + first64 * v_t + hv64 * v_h
+    token = (batch64 * T + first64) * HV + hv
+    own = steps[:, None].to(tl.int64) * HV
+    own1 = steps.to(tl.int64) * HV
+    time = steps[:, None].to(tl.int64)
+    h_ptr = h + (row.to(tl.int64) * HV + hv) * K * V
+    square = token * SIZE + own * SIZE + steps[None, :]
+    k_norm = tl.full([SIZE], 1.0, tl.float32)
+    if NORMALISE:
+        q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
+        k_norm = inverse_norm(k_ptr, k_t, time, inside, K, BK)
+        tl.store(rk + token + own1, k_norm, mask=inside)
+        tl.store(rq + token + own1, inverse_norm(q_ptr, q_t, time, inside, K, BK), mask=inside)
+    bt = tl.load(beta + batch64 * b_b + first64 * b_t + hv64 * b_h + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
+    bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
+    X = tl.load(inverse + square, mask=inside[:, None], other=0.0)
+    Tt = tl.trans((X.to(tl.float32) * bt[None, :]).to(X.dtype))
+    dT = tl.zeros([SIZE, SIZE], tl.float32)
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        minus_dW = tl.zeros([SIZE, BK], tl.float32)
+        for j in range(0, V, BV):
+            vc = j + tl.arange(0, BV)
+            dU = tl.load(du + token * V + own * V + vc[None, :], mask=inside[:, None] & (vc[None, :] < V), other=0.0)
+            S = tl.load(h_ptr + cols[:, None] * V + vc[None, :], mask=(cols[:, None] < K) & (vc[None, :] < V), other=0.0)
+            minus_dW += tl.dot(dU, tl.trans(S), input_precision=PRECISION)
+        dW = (-minus_dW).to(X.dtype)
+        Gc = tl.load(G + token * K + own * K + cols[None, :], mask=mask, other=0.0)
+        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        grown = (keys * tl.exp(Gc) * k_norm[:, None]).to(X.dtype)
+        dT += tl.dot(dW, tl.trans(grown), input_precision=PRECISION)
+        d_keys = tl.dot(Tt, dW, input_precision=PRECISION)
+        tl.store(d_grown + token * K + own * K + cols[None, :], d_keys.to(d_grown.dtype.element_ty), mask=mask)
+    dM = tl.zeros([SIZE, SIZE], tl.float32)
+    for j in range(0, V, BV):
+        vc = j + tl.arange(0, BV)
+        mask = inside[:, None] & (vc[None, :] < V)
+        at = token * V + own * V + vc[None, :]
+        dU = tl.load(du + at, mask=mask, other=0.0)
+        values = tl.load(v_ptr + time * v_t + vc[None, :], mask=mask, other=0.0)
+        dT += tl.dot(dU, tl.trans(values), input_precision=PRECISION)
+        d_values = tl.dot(Tt, dU, input_precision=PRECISION)
+        tl.store(dv + at, d_values.to(dv.dtype.element_ty), mask=mask)
+        dO = tl.load(do + at, mask=mask, other=0.0)
+        U = tl.load(v_new + at, mask=mask, other=0.0)
+        dM += tl.dot(dO, tl.trans(U), input_precision=PRECISION)
+    dM *= scale
+    dM = tl.where(steps[:, None] >= steps[None, :], dM, tl.trans(dM))
+    tl.store(d_attend + square, dM.to(d_attend.dtype.element_ty), mask=inside[:, None])
+    # L = diag(beta) A; of the inverse X, dL = -X^T dX X^T below the diagonal
+    strict = steps[:, None] > steps[None, :]
+    db = tl.sum(dT * X.to(tl.float32), 0)
+    dX = tl.where(strict, dT * bt[None, :], 0.0).to(X.dtype)
+    half_way = tl.dot(tl.trans(X), dX, input_precision=PRECISION)
+    dL = -tl.dot(half_way.to(X.dtype), tl.trans(X), input_precision=PRECISION)
+    dL = tl.where(strict, dL, 0.0)
+    A = tl.load(lower + square, mask=inside[:, None], other=0.0)
+    db += tl.sum(dL * A, 1)
+    if SIGMOID:
+        db *= bt * (1.0 - bt * 0.5) if DOUBLE else bt * (1.0 - bt)
+    tl.store(dbeta + token + own1, db.to(dbeta.dtype.element_ty), mask=inside)
+    dA = dL * bt[:, None]
+    dA += tl.trans(dA)
+    # `lower` was read by other threads
+    tl.debug_barrier()
+    tl.store(d_lower + square, dA.to(d_lower.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def level_backward(
+    Q,
+    keys,
+    G_tile,
+    G_ptr,
+    steps,
+    cols,
+    inside,
+    count,
+    half,
+    d_attend,
+    d_lower,
+    dq,
+    up,
+    down,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradients that come through one level of pairs of blocks. The second block of a pair has rows of the scores,
+    which carry e^{+G}, the first one columns, which carry e^{-G}: one product with the symmetric gradient is for both."""
+    decay = level_decay(G_tile, G_ptr, steps, cols, inside, count, half, HV, K)
+    block = steps // half
+    second = (block % 2 == 1)[:, None]
+    meet = (block[:, None] ^ block[None, :]) == 1
+    other = (tl.where(second, Q, keys) * decay).to(d_attend.dtype)
+    from_q = tl.dot(tl.where(meet, d_attend, 0.0), other, input_precision=PRECISION) * decay
+    from_k = tl.dot(tl.where(meet, d_lower, 0.0), (keys * decay).to(d_lower.dtype), input_precision=PRECISION) * decay
+    dq += tl.where(second, from_q, 0.0)
+    up += tl.where(second, from_k, 0.0)
+    down += tl.where(second, 0.0, from_q + from_k)
+    return dq, up, down
+
+
+@triton.jit
+def gate_backward(
+    raw,
+    dg,
+    hv,
+    cols,
+    in_cols,
+    A_log,
+    dt_bias,
+    lower_bound,
+    K: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Gradients of raw gates, and their contributions to that of A_log (see `gate_of` of the forward)."""
+    if HAS_BIAS:
+        raw += tl.load(dt_bias + hv * K + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+    rate = 1.0
+    if HAS_A:
+        rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
+    if BOUNDED:
+        x = rate * raw
+        slope = dg * lower_bound * sigmoid(x) * sigmoid(-x)
+        return slope * rate, slope * x
+    return -rate * dg * sigmoid(raw), -rate * dg * softplus(raw)
+
+
+@triton.jit(do_not_specialize=['T'])
+def channels_backward(
+    q,
+    k,
+    g,
+    A_log,
+    dt_bias,
+    G,
+    v_new,
+    h,
+    dh,
+    do,
+    d_attend,
+    d_lower,
+    d_grown,
+    rq,
+    rk,
+    dq,
+    dk,
+    dg,
+    dA_log,
+    ddt_bias,
+    cu_seqlens,
+    table,
+    scale,
+    lower_bound,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    g_b,
+    g_t,
+    g_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (ceil(K / BK), rows * HV).
+
+    Args:
+        do: contiguous. dh: `[rows, HV, K, V]`, gradient of the state after each chunk.
+        d_attend, d_lower, d_grown: of `pairs_backward`.
+        dq, dk: written, of q and k per value head and, with NORMALISE, as normalised, `[B, T, HV, K]`.
+        dg: written, of g as given `[B, T, HV, K]`. May be the memory of `G`.
+        dA_log: written with HAS_A, each program's part, float32 `[rows, HV, ceil(K / BK)]`.
+        ddt_bias: written with HAS_BIAS, each chunk's part, float32 `[rows, HV, K]`.
+    """
+    kb, pid = tl.program_id(0), tl.program_id(1)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    count = tl.minimum(end - first, SIZE)
+    steps = tl.arange(0, SIZE)
+    inside = steps < count
+    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
+    head = (hv // (HV // H)).to(tl.int64)
+    hv64 = hv.to(tl.int64)
+    token = (batch64 * T + first64) * HV + hv
+    own = steps[:, None].to(tl.int64) * HV
+    own1 = steps.to(tl.int64) * HV
+    time = steps[:, None].to(tl.int64)
+    cols = kb * BK + tl.arange(0, BK)
+    mask = inside[:, None] & (cols[None, :] < K)
+    at = token * K + own * K + cols[None, :]
+    state_at = (row.to(tl.int64) * HV + hv) * K * V + cols[:, None] * V
+    # through the states
+    d_queries = tl.zeros([SIZE, BK], tl.float32)
+    d_left = tl.zeros([SIZE, BK], tl.float32)
+    for j in range(0, V, BV):
+        vc = j + tl.arange(0, BV)
+        v_mask = inside[:, None] & (vc[None, :] < V)
+        s_mask = (cols[:, None] < K) & (vc[None, :] < V)
+        value_at = token * V + own * V + vc[None, :]
+        dO = tl.load(do + value_at, mask=v_mask, other=0.0)
+        U = tl.load(v_new + value_at, mask=v_mask, other=0.0)
+        S = tl.load(h + state_at + vc[None, :], mask=s_mask, other=0.0)
+        dS = tl.load(dh + state_at + vc[None, :], mask=s_mask, other=0.0)
+        d_queries += tl.dot(dO, tl.trans(S), input_precision=PRECISION)
+        d_left += tl.dot(U, tl.trans(dS), input_precision=PRECISION)
+    # a loop of its own: see `inverse_norm`
+    kept = tl.zeros([BK], tl.float32)
+    for j in range(0, V, BV):
+        vc = j + tl.arange(0, BV)
+        s_mask = (cols[:, None] < K) & (vc[None, :] < V)
+        S = tl.load(h + state_at + vc[None, :], mask=s_mask, other=0.0).to(tl.float32)
+        dS = tl.load(dh + state_at + vc[None, :], mask=s_mask, other=0.0).to(tl.float32)
+        kept += tl.sum(S * dS, 1)
+    # within the chunk; `up` and `down` are the gradients of k where it stands beside e^{+G} and e^{-G}
+    Q = tl.load(q + batch64 * q_b + first64 * q_t + head * q_h + time * q_t + cols[None, :], mask=mask, other=0.0)
+    keys = tl.load(k + batch64 * k_b + first64 * k_t + head * k_h + time * k_t + cols[None, :], mask=mask, other=0.0)
+    Q, keys = Q.to(tl.float32), keys.to(tl.float32)
+    if NORMALISE:
+        Q *= tl.load(rq + token + own1, mask=inside, other=0.0)[:, None]
+        keys *= tl.load(rk + token + own1, mask=inside, other=0.0)[:, None]
+    Gc = tl.load(G + at, mask=mask, other=0.0)
+    G_last = tl.load(G + token * K + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
+    grown = tl.exp(Gc)
+    left = d_left * tl.exp(G_last[None, :] - Gc)
+    d_query = d_queries * grown * scale
+    up = tl.load(d_grown + at, mask=mask, other=0.0).to(tl.float32) * grown
+    down = tl.zeros([SIZE, BK], tl.float32)
+    square = token * SIZE + own * SIZE + steps[None, :]
+    dM = tl.load(d_attend + square, mask=inside[:, None], other=0.0)
+    dA = tl.load(d_lower + square, mask=inside[:, None], other=0.0).to(dM.dtype)
+    for level in range(6):
+        d_query, up, down = level_backward(
+            Q, keys, Gc, G + token * K, steps, cols, mask, count, 32 >> level, dM, dA, d_query, up, down, HV, K, PRECISION
+        )
+    dG = Q * d_query + keys * (up - down)
+    # the keys that the next state takes carry e^{G_C - G}, of the last step 1 whatever G is
+    carried = tl.where((steps < count - 1)[:, None], keys * left, 0.0)
+    at_last = tl.sum(carried, 0) + kept * tl.exp(G_last)
+    dG += tl.where((steps == count - 1)[:, None], at_last[None, :], -carried)
+    d_gate = tl.cumsum(tl.where(mask, dG, 0.0), 0, reverse=True)
+    if GATE:
+        raw = tl.load(g + batch64 * g_b + first64 * g_t + hv64 * g_h + time * g_t + cols[None, :], mask=mask, other=0.0)
+        d_gate, for_rate = gate_backward(
+            raw.to(tl.float32), d_gate, hv, cols, cols < K, A_log, dt_bias, lower_bound, K, HAS_A, HAS_BIAS, BOUNDED
+        )
+        if HAS_A:
+            part = tl.sum(tl.sum(tl.where(mask, for_rate, 0.0), 1), 0)
+            tl.store(dA_log + (row.to(tl.int64) * HV + hv) * tl.num_programs(0) + kb, part)
+        if HAS_BIAS:
+            part_bias = tl.sum(tl.where(mask, d_gate, 0.0), 0)
+            tl.store(ddt_bias + (row.to(tl.int64) * HV + hv) * K + cols, part_bias, mask=cols < K)
+    diagonal = tl.load(d_attend + token * SIZE + own1 * SIZE + steps, mask=inside, other=0.0).to(tl.float32)[:, None]
+    tl.store(dq + at, (d_query + diagonal * keys).to(dq.dtype.element_ty), mask=mask)
+    tl.store(dk + at, (up + down + left + diagonal * Q).to(dk.dtype.element_ty), mask=mask)
+    # boundaries of G were read by other threads
+    tl.debug_barrier()
+    tl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_heads(
+    x,
+    dy,
+    dx,
+    row,
+    in_rows,
+    T,
+    x_b,
+    x_t,
+    x_h,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
+    """dx of x `[B, T, H, K]` by strides, from dy `[B, T, H * GROUPS, K]`."""
+    cols = tl.arange(0, BK)
+    mask = in_rows[:, None] & (cols[None, :] < K)
+    total = tl.zeros([row.shape[0], BK], tl.float32)
+    for group in range(GROUPS):
+        at = (row[:, None] * GROUPS + group) * K + cols[None, :]
+        total += tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    if NORMALISE:
+        head, step = row % H, row // H
+        x_at = (step // T) * x_b + (step % T) * x_t + head * x_h
+        values = tl.load(x + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        norm = tl.rsqrt(tl.sum(values * values, 1) + 1e-6)[:, None]
+        values *= norm
+        total = norm * (total - values * tl.sum(values * total, 1)[:, None])
+    tl.store(dx + row[:, None] * K + cols[None, :], total.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=['T', 'count'])
+def heads_backward(
+    q,
+    k,
+    dq_heads,
+    dk_heads,
+    dq,
+    dk,
+    count,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
+    """Grid (ceil(count / ROWS), 2) for count = B * T * H: the gradients of q and of k, summed over the value heads that
+    share them and taken through the normalisation. Without groups the results may be the memory of the parts."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    in_rows = row < count
+    if tl.program_id(1) == 0:
+        sum_heads(q, dq_heads, dq, row, in_rows, T, q_b, q_t, q_h, H, GROUPS, K, BK, NORMALISE)
+    else:
+        sum_heads(k, dk_heads, dk, row, in_rows, T, k_b, k_t, k_h, H, GROUPS, K, BK, NORMALISE)

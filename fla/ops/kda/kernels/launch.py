@@ -1,0 +1,535 @@
+"""Chunked Kimi delta attention on a GPU: what is launched, on which memory, with which blocks.
+
+The forward keeps only what it was given; the backward computes the rest again, bit for bit. Most of what it computes then
+overwrites what it has read for the last time, so that its peak is that of the recomputation. With `keep` (the operation's
+`disable_recompute`) the forward keeps everything and nothing is overwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+
+from fla.ops.common.kernels.layout import Layout, layout_of
+from fla.ops.common.kernels.state import states_forward
+from fla.ops.common.kernels.state_backward import states_backward
+from fla.ops.kda.kernels.backward import channels_backward, heads_backward, outputs_backward, pairs_backward
+from fla.ops.kda.kernels.forward import outputs, prepare, scores
+
+SIZE = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a call says besides its tensors.
+
+    Attributes:
+        scale: of q.
+        normalise: q and k are taken to length 1.
+        gate: g is raw; with `lower_bound` of the bounded kind.
+        lower_bound: of the log decay of a step.
+        sigmoid, double: beta is logits; and the sigmoid counts twice.
+        v_first: states are `[N, HV, V, K]`.
+    """
+
+    scale: float
+    normalise: bool = False
+    gate: bool = False
+    lower_bound: float | None = None
+    sigmoid: bool = False
+    double: bool = False
+    v_first: bool = False
+
+
+class Saved(NamedTuple):
+    """What the backward needs; all tensors or None, for `save_for_backward`.
+
+    Up to `cu_seqlens` the arguments of the call, then the chunk table, then what the forward computed and, unless it was to
+    keep it, None.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    initial_state: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    table: torch.Tensor | None
+    offsets: torch.Tensor | None
+    G: torch.Tensor | None = None
+    attend: torch.Tensor | None = None
+    lower: torch.Tensor | None = None
+    inverse: torch.Tensor | None = None
+    w: torch.Tensor | None = None
+    kg: torch.Tensor | None = None
+    qg: torch.Tensor | None = None
+    h: torch.Tensor | None = None
+    v_new: torch.Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """Of the arguments of a call, each of the argument's shape and dtype; None for those that were not given."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    initial_state: torch.Tensor | None
+
+
+class _Chunks(NamedTuple):
+    """What `_chunks` computes; see the kernels that write it."""
+
+    G: torch.Tensor
+    attend: torch.Tensor
+    lower: torch.Tensor
+    inverse: torch.Tensor
+    w: torch.Tensor
+    kg: torch.Tensor
+    qg: torch.Tensor
+    h: torch.Tensor
+    v_new: torch.Tensor
+
+
+def chunk_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    settings: Settings,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    keep: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, Saved, torch.Tensor]:
+    """The operation, on inputs that have been checked: T, B and N at least 1, the last stride of q, k, v and g 1.
+
+    Args:
+        q, k: `[B, T, H, K]`. v: `[B, T, HV, V]`. g: `[B, T, HV, K]`. beta: `[B, T, HV]`.
+        settings: the rest of the call.
+        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]`; contiguous.
+        output_final_state: whether the final state is wanted.
+        A_log: `[HV]`. dt_bias: `[HV * K]`. Of raw gates.
+        cu_seqlens: `[N + 1]` on the device.
+        keep: save for the backward what it would compute again.
+
+    Returns:
+        o `[B, T, HV, V]`, the final state (float32) or None, what `chunk_backward` wants, and the state before each chunk
+        `[rows, HV, K, V]` in k's dtype: rows of sequence n from `saved.offsets[n]`, or from n * ceil(T / 64).
+    """
+    layout = layout_of(q.shape[0], q.shape[1], SIZE, cu_seqlens)
+    saved = Saved(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, layout.table, layout.offsets)
+    final = None
+    if output_final_state:
+        final = v.new_empty(layout.count, v.shape[2], *_state_dims(saved, settings), dtype=torch.float32)
+    chunks = _chunks(saved, settings, layout, final)
+    o = v.new_empty(v.shape)
+    K, V = k.shape[-1], v.shape[-1]
+    BV = _block(V, 64)
+    outputs[(triton.cdiv(V, BV), layout.rows * v.shape[2])](
+        chunks.qg,
+        chunks.attend,
+        chunks.v_new,
+        chunks.h,
+        o,
+        cu_seqlens,
+        layout.table,
+        q.shape[1],
+        HV=v.shape[2],
+        K=K,
+        V=V,
+        SIZE=SIZE,
+        BK=_block(K, 128 if k.element_size() == 2 else 64),
+        BV=BV,
+        PACKED=layout.packed,
+        PRECISION=_precision(k),
+    )
+    return o, final, Saved(*saved[:11], *chunks) if keep else saved, chunks.h
+
+
+def chunk_backward(
+    saved: Saved, settings: Settings, do: torch.Tensor, d_final: torch.Tensor | None = None, needs_initial: bool = True
+) -> Gradients:
+    """Gradients of everything the forward was given.
+
+    Args:
+        saved, settings: of `chunk_forward`.
+        do: of o, in its dtype.
+        d_final: of the final state, or None.
+        needs_initial: whether the gradient of the initial state is wanted, if one was given.
+    """
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, table, offsets = saved[:11]
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    layout = Layout(SIZE, B, B * triton.cdiv(T, SIZE), None, None, None)
+    if cu_seqlens is not None:
+        layout = Layout(SIZE, cu_seqlens.shape[0] - 1, table.shape[0], table, offsets, cu_seqlens)
+    keep = saved.G is not None
+    chunks = _Chunks(*saved[11:]) if keep else _chunks(saved, settings, layout, None)
+    programs = layout.rows * HV
+    do = do.contiguous()
+    precision = _precision(k)
+
+    du = torch.empty_like(chunks.v_new)
+    BV = _block(V, 64)
+    outputs_backward[(triton.cdiv(V, BV), programs)](
+        chunks.attend,
+        do,
+        du,
+        cu_seqlens,
+        table,
+        T,
+        HV=HV,
+        V=V,
+        SIZE=SIZE,
+        BV=BV,
+        PACKED=layout.packed,
+        PRECISION=precision,
+    )
+    dh = torch.empty_like(chunks.h)
+    d_initial = None
+    if initial_state is not None and needs_initial:
+        d_initial = torch.empty_like(initial_state)
+    d_final = None if d_final is None else d_final.contiguous()
+    BV = _state_block(K, V)
+    states_backward[(triton.cdiv(V, BV), layout.count * HV)](
+        chunks.qg,
+        chunks.kg,
+        chunks.w,
+        do,
+        chunks.G,
+        None,
+        None,
+        du,
+        dh,
+        d_final,
+        d_initial,
+        cu_seqlens,
+        offsets,
+        settings.scale,
+        T,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        SIZE=SIZE,
+        BK=_block(K, 256),
+        BV=BV,
+        PER_CHANNEL=True,
+        NORMALISED=False,
+        HAS_FINAL=d_final is not None,
+        HAS_INITIAL=d_initial is not None,
+        V_FIRST=settings.v_first,
+        PACKED=layout.packed,
+        PRECISION=precision,
+        STAGES=_stages(k, (3 * K + 2 * BV) * SIZE, K * BV + 2 * SIZE * BV),
+        num_warps=4,
+    )
+
+    fresh = torch.empty_like if keep else _itself
+    d_attend, d_lower, d_grown, dv = fresh(chunks.attend), fresh(chunks.lower), fresh(chunks.w), du
+    dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
+    rq = rk = None
+    if settings.normalise:
+        rq, rk = (torch.empty(B, T, HV, dtype=torch.float32, device=k.device) for _ in range(2))
+    pairs_backward[(programs,)](
+        q,
+        k,
+        v,
+        beta,
+        chunks.G,
+        chunks.lower,
+        chunks.inverse,
+        chunks.v_new,
+        chunks.h,
+        do,
+        du,
+        d_attend,
+        d_lower,
+        d_grown,
+        dv,
+        dbeta,
+        rq,
+        rk,
+        cu_seqlens,
+        table,
+        settings.scale,
+        T,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *beta.stride(),
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        SIZE=SIZE,
+        BK=_block(K, 64 if k.element_size() == 2 else 32),
+        BV=_block(V, 64 if k.element_size() == 2 else 32),
+        NORMALISE=settings.normalise,
+        SIGMOID=settings.sigmoid,
+        DOUBLE=settings.double,
+        PACKED=layout.packed,
+        PRECISION=precision,
+        num_warps=4,
+    )
+
+    BK = _block(K, 32)
+    kblocks = triton.cdiv(K, BK)
+    # the recurrence was the last to read these two
+    dq_heads, dk_heads = fresh(chunks.qg), fresh(chunks.kg)
+    dg = chunks.G if g.dtype == torch.float32 and not keep else torch.empty_like(chunks.G, dtype=g.dtype)
+    # a table has rows without a chunk, whose parts no program writes
+    parts = torch.zeros if layout.packed else torch.empty
+    dA_parts = dbias_parts = None
+    if settings.gate and A_log is not None:
+        dA_parts = parts(layout.rows, HV, kblocks, dtype=torch.float32, device=k.device)
+    if settings.gate and dt_bias is not None:
+        dbias_parts = parts(layout.rows, HV, K, dtype=torch.float32, device=k.device)
+    channels_backward[(kblocks, programs)](
+        q,
+        k,
+        g,
+        A_log,
+        dt_bias,
+        chunks.G,
+        chunks.v_new,
+        chunks.h,
+        dh,
+        do,
+        d_attend,
+        d_lower,
+        d_grown,
+        rq,
+        rk,
+        dq_heads,
+        dk_heads,
+        dg,
+        dA_parts,
+        dbias_parts,
+        cu_seqlens,
+        table,
+        settings.scale,
+        settings.lower_bound or 0.0,
+        T,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *g.stride()[:3],
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        SIZE=SIZE,
+        BK=BK,
+        BV=_block(V, 64 if k.element_size() == 2 else 32),
+        NORMALISE=settings.normalise,
+        GATE=settings.gate,
+        HAS_A=A_log is not None,
+        HAS_BIAS=dt_bias is not None,
+        BOUNDED=settings.lower_bound is not None,
+        PACKED=layout.packed,
+        PRECISION=precision,
+        num_warps=4,
+    )
+    dA = None if dA_parts is None else dA_parts.sum((0, 2)).view(A_log.shape).to(A_log.dtype)
+    dbias = None if dbias_parts is None else dbias_parts.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
+
+    dq, dk = dq_heads, dk_heads
+    if HV != H or settings.normalise:
+        if HV != H:
+            dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+        ROWS = 16
+        heads_backward[(triton.cdiv(B * T * H, ROWS), 2)](
+            q,
+            k,
+            dq_heads,
+            dk_heads,
+            dq,
+            dk,
+            B * T * H,
+            T,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            H=H,
+            GROUPS=HV // H,
+            K=K,
+            BK=_block(K, 256),
+            ROWS=ROWS,
+            NORMALISE=settings.normalise,
+            num_warps=4,
+        )
+    return Gradients(dq, dk, dv, dg, dbeta, dA, dbias, d_initial)
+
+
+def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tensor | None) -> _Chunks:
+    """What the forward computes before its output, and the backward again."""
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, table, offsets = saved[:11]
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    programs = layout.rows * HV
+    precision = _precision(k)
+
+    def empty(width: int, dtype: torch.dtype = k.dtype) -> torch.Tensor:
+        return torch.empty(B, T, HV, width, dtype=dtype, device=k.device)
+
+    G, lower = empty(K, torch.float32), empty(SIZE, torch.float32)
+    attend, inverse, w, u, kg, qg = (empty(width) for width in (SIZE, SIZE, K, V, K, K))
+    scores[(programs,)](
+        q,
+        k,
+        g,
+        A_log,
+        dt_bias,
+        G,
+        attend,
+        lower,
+        cu_seqlens,
+        table,
+        settings.scale,
+        settings.lower_bound or 0.0,
+        T,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *g.stride()[:3],
+        H=H,
+        HV=HV,
+        K=K,
+        SIZE=SIZE,
+        BK=_block(K, 64 if k.element_size() == 2 else 32),
+        NORMALISE=settings.normalise,
+        GATE=settings.gate,
+        HAS_A=A_log is not None,
+        HAS_BIAS=dt_bias is not None,
+        BOUNDED=settings.lower_bound is not None,
+        PACKED=layout.packed,
+        PRECISION=precision,
+        num_warps=4,
+    )
+    prepare[(programs,)](
+        q,
+        k,
+        v,
+        beta,
+        G,
+        lower,
+        inverse,
+        w,
+        u,
+        kg,
+        qg,
+        cu_seqlens,
+        table,
+        settings.scale,
+        T,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *beta.stride(),
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        SIZE=SIZE,
+        BK=_block(K, 32),
+        BV=_block(V, 32),
+        NORMALISE=settings.normalise,
+        SIGMOID=settings.sigmoid,
+        DOUBLE=settings.double,
+        PACKED=layout.packed,
+        PRECISION=precision,
+        INVERSE_PRECISION=precision,
+        num_warps=2,
+    )
+    h = torch.empty(layout.rows, HV, K, V, dtype=k.dtype, device=k.device)
+    BV = _state_block(K, V)
+    states_forward[(triton.cdiv(V, BV), layout.count * HV)](
+        kg,
+        w,
+        u,
+        G,
+        G,  # not read: there is no norm of k
+        h,
+        u,  # v_new: a program overwrites a tile of u that it alone has read
+        initial_state,
+        final,
+        cu_seqlens,
+        offsets,
+        T,
+        0,
+        0,
+        0,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        SIZE=SIZE,
+        BK=_block(K, 256),
+        BV=BV,
+        PER_CHANNEL=True,
+        NORMALISED=False,
+        HAS_INITIAL=initial_state is not None,
+        HAS_FINAL=final is not None,
+        V_FIRST=settings.v_first,
+        PACKED=layout.packed,
+        PRECISION=precision,
+        STAGES=_stages(k, (2 * K + BV) * SIZE, K * BV + SIZE * BV),
+        num_warps=4,
+    )
+    return _Chunks(G, attend, lower, inverse, w, kg, qg, h, u)
+
+
+def _state_dims(saved: Saved, settings: Settings) -> tuple[int, int]:
+    K, V = saved.k.shape[-1], saved.v.shape[-1]
+    return (V, K) if settings.v_first else (K, V)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _precision(tensor: torch.Tensor) -> str:
+    """How products take their operands: 16-bit floats as they are, float32 in three parts of tf32."""
+    if tensor.dtype != torch.float32:
+        return 'tf32'
+    return 'tf32x3' if torch.version.hip is None else 'ieee'
+
+
+def _block(width: int, most: int) -> int:
+    """Columns of a tile: a power of two, at least 16 (for a product) and at most `most`."""
+    return min(most, triton.next_power_of_2(max(width, 16)))
+
+
+def _state_block(K: int, V: int) -> int:
+    """Value columns of one program of the recurrence, which keeps `[K, columns]` in registers."""
+    return _block(V, 64 if K <= 128 else 32)
+
+
+def _stages(tensor: torch.Tensor, per_stage: int, besides: int) -> int:
+    """Chunks that the recurrence loads ahead, given elements of shared memory: 3 where they fit, as on an H200."""
+    limit = _shared_memory(tensor.device)
+    return max(1, min(3, (limit // tensor.element_size() - besides) // per_stage))
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one block may use."""
+    if device.type != 'cuda' and not torch.cuda.is_available():
+        return 99 * 1024
+    return int(getattr(torch.cuda.get_device_properties(device), 'shared_memory_per_block_optin', 64 * 1024))
