@@ -63,34 +63,34 @@ def reset_policy() -> None:
     default_dispatcher().reset_policy()
 
 
-def refresh() -> None:
+def refresh(dispatcher: Dispatcher | None = None) -> None:
     """Look again: packages, devices, policy variables, backends packages that failed to import."""
-    default_dispatcher().refresh()
+    (dispatcher or default_dispatcher()).refresh()
 
 
-def reset() -> None:
+def reset(dispatcher: Dispatcher | None = None) -> None:
     """A fresh process, for tests."""
-    default_dispatcher().reset()
+    (dispatcher or default_dispatcher()).reset()
 
 
-def plugins() -> tuple[Plugin, ...]:
+def plugins(dispatcher: Dispatcher | None = None) -> tuple[Plugin, ...]:
     """The plugins that were found, with version and error."""
-    return default_dispatcher().plugins()
+    return (dispatcher or default_dispatcher()).plugins()
 
 
-def validate() -> list[str]:
+def validate(dispatcher: Dispatcher | None = None) -> list[str]:
     """Problems that need no call: pending names, verifiers without a method, failed plugins and packages."""
-    return default_dispatcher().validate()
+    return (dispatcher or default_dispatcher()).validate()
 
 
-def describe(operation: str | None = None) -> str:
+def describe(operation: str | None = None, dispatcher: Dispatcher | None = None) -> str:
     """A table of functions and their candidates, of one operation or of all."""
-    return _describe.describe(default_dispatcher(), operation)
+    return _describe.describe(dispatcher or default_dispatcher(), operation)
 
 
-def snapshot() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+def snapshot(dispatcher: Dispatcher | None = None) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     """Every registry with its backends and where each was registered; immutable."""
-    return _describe.snapshot(default_dispatcher())
+    return _describe.snapshot(dispatcher or default_dispatcher())
 
 
 def call_op(name: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from packaging.requirements import InvalidRequirement, Requirement
 
 from fla.utils.devices import Device
 from fla.utils.env import parse_boolean
@@ -214,6 +213,9 @@ def check_package(module: str | None, version: str | None = None) -> Verdict:
 
 
 def _check_version(module: str, version: str) -> Verdict:
+    # here, because it costs a third of what importing this package may cost
+    from packaging.requirements import InvalidRequirement, Requirement
+
     try:
         requirement = Requirement(version if version.strip()[:1].isalnum() else f'{module}{version}')
     except InvalidRequirement as error:

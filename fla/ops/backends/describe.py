@@ -185,11 +185,13 @@ def describe(dispatcher: Dispatcher, operation: str | None = None) -> str:
         dispatcher.discovery.load_all()
     else:
         dispatcher.check_operation(operation)
-        dispatcher.discovery.load(operation)
+        dispatcher.discovery.load(dispatcher.operation_of(operation))
     lines = [f'namespace {dispatcher.namespace}, variables {dispatcher.env_prefix}_*']
     for layer in dispatcher.layers():
         lines.append(f'policy of {layer.source}: {layer.policy.to_dict()}')
-    for key, entry in sorted(dispatcher.functions(operation).items()):
+    for key, entry in sorted(dispatcher.functions().items()):
+        if operation not in (None, key, entry.operation):
+            continue
         lines.append(f'{key} ({entry.place})')
         for member in entry.members():
             backend = member.backend

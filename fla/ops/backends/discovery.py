@@ -114,7 +114,9 @@ class Discovery:
             if error.name is None or not f'{module}.'.startswith(f'{error.name}.'):
                 self._remember(operation, module, error)
             elif operation not in self.dispatcher.registries and not self.exists(operation):
-                raise unknown_name('operation', operation, self.operations(), self._declared_at(operation)) from None
+                package = module.removesuffix('.backends')
+                advice = f' A new operation needs BackendRegistry({operation!r}), or a package {package}.'
+                raise unknown_name('operation', operation, self.operations(), self._declared_at(operation), advice) from None
         except Exception as error:
             self._remember(operation, module, error)
         with lock:

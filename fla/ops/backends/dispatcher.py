@@ -378,7 +378,7 @@ class Dispatcher:
         """Every token must name a kind, or a backend of the operation (or of any, where `name` is None)."""
         unknown = self.unknown_tokens(tokens, name)
         if unknown:
-            operation = self._operation_of(name) if name else None
+            operation = self.operation_of(name) if name else None
             where = f' of operation {operation!r}' if name else ''
             raise unknown_name('backend', unknown[0], self._words(operation), where)
 
@@ -386,7 +386,7 @@ class Dispatcher:
         """The tokens that name nothing. Loads the operation; where `name` is None, every operation, but only
         for a token that no loaded one knows."""
         if name is not None:
-            operation = self._operation_of(name)
+            operation = self.operation_of(name)
             self.discovery.load(operation)
             return [token for token in tokens if token not in self._words(operation)]
         missing = [token for token in tokens if token not in self._words(None)]
@@ -395,7 +395,7 @@ class Dispatcher:
             missing = [token for token in missing if token not in self._words(None)]
         return missing
 
-    def _operation_of(self, name: str) -> str:
+    def operation_of(self, name: str) -> str:
         """The operation that an operation's or a function's name belongs to."""
         return name if self.discovery.exists(name) else name.rpartition('.')[0]
 
@@ -434,7 +434,7 @@ class Dispatcher:
                     continue
                 for token in unknown:
                     problem = f'unknown backend {token!r} for {name!r}.'
-                    self._environment_problem(layer.source, problem, self._words(self._operation_of(name)), token)
+                    self._environment_problem(layer.source, problem, self._words(self.operation_of(name)), token)
             if not layer.policy.order:
                 for token in self.unknown_tokens(layer.policy.tokens(), None):
                     self._environment_problem(layer.source, f'unknown backend {token!r}.', self._words(None), token)

@@ -49,7 +49,8 @@ class ManifestMismatchError(DispatchError):
     """This process would not select what the required manifest says."""
 
 
-def unknown_name(what: str, name: str, known: Iterable[str], where: str = '') -> UnknownNameError:
-    """The error for a name nobody knows: what it was meant to be, what there is, and the nearest match."""
+def unknown_name(what: str, name: str, known: Iterable[str], where: str = '', advice: str = '') -> UnknownNameError:
+    """The error for a name nobody knows: what it was meant to be, what there is, the nearest match, and what to do."""
     names = sorted(set(known))
-    return UnknownNameError(f'unknown {what} {name!r}{where}.{nearest(name, names)} Known: {", ".join(names) or "none"}')
+    text = f'unknown {what} {name!r}{where}.{nearest(name, names)} Known: {", ".join(names) or "none"}'
+    return UnknownNameError(f'{text}.{advice}' if advice else text)

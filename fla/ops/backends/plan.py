@@ -297,7 +297,7 @@ def _declared_tests(signature: Signature, backend: BaseBackend) -> list[Test]:
         tests += _grad_tests(signature)
     for name, allowed in _per_parameter(signature, backend.dtypes).items():
         binding = _binding('dtypes', backend, name)
-        words = ', '.join(str(dtype).removeprefix('torch.') for dtype in allowed)
+        words = ', '.join(map(str, allowed))
         read = name if not signature.is_optional_tensor(name) else f'_d_getattr({name}, "dtype", None)'
         read = f'{name}.dtype' if read == name else read
         absent = f'{name} is not None and ' if read != f'{name}.dtype' else ''

@@ -3,6 +3,7 @@ and what is allowed. Metadata only, unless reading a value costs no synchronisat
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -92,7 +93,7 @@ def _check_lens(name: str, lens: torch.Tensor, length: int) -> None:
     values = lens.tolist()
     if values[0] != 0 or values[-1] != length:
         raise ValueError(f'{name} must start at 0 and end at T = {length}, got {values[0]} … {values[-1]}')
-    for i, (start, end) in enumerate(zip(values, values[1:], strict=False)):
+    for i, (start, end) in enumerate(itertools.pairwise(values)):
         if end < start:
             raise ValueError(f'{name} must not decrease: entry {i} is {start}, entry {i + 1} is {end}')
 
@@ -137,7 +138,9 @@ def check_gate_parameters(
     if dt_bias is not None:
         size = heads * q.shape[3] if per_channel else heads
         if dt_bias.numel() != size:
-            raise ValueError(f'dt_bias must have {"HV * K" if per_channel else "HV"} = {size} elements, got shape {list(dt_bias.shape)}')
+            raise ValueError(
+                f'dt_bias must have {"HV * K" if per_channel else "HV"} = {size} elements, got shape {list(dt_bias.shape)}'
+            )
         check_companion('dt_bias', dt_bias, q)
 
 

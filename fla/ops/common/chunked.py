@@ -60,7 +60,7 @@ def chunked_delta_rule(
 
 
 def _in_chunks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`[N, H, T, D]` to `[N, H, chunks, size, D]`; the steps that fill the last chunk change nothing: k, beta and g are 0."""
+    """`[N, H, T, D]` to `[N, H, chunks, size, D]`; the steps that fill up the last chunk change nothing."""
     padded = F.pad(x, (0, 0, 0, -x.shape[2] % size))
     return padded.unflatten(2, (-1, size))
 

@@ -7,6 +7,8 @@ Works in the dtype of its inputs where that is float64, else in float32.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from fla.ops.common.gates import wide
@@ -17,7 +19,7 @@ def sequences(length: int, batch: int, cu_seqlens: torch.Tensor | None) -> list[
     if cu_seqlens is None:
         return [(row, slice(0, length)) for row in range(batch)]
     ends = cu_seqlens.tolist()
-    return [(0, slice(start, end)) for start, end in zip(ends, ends[1:], strict=False)]
+    return [(0, slice(start, end)) for start, end in itertools.pairwise(ends)]
 
 
 def delta_rule_steps(

@@ -2,7 +2,7 @@
 
 Rows of the chunk table are the unit of the parallel kernels and the index of everything stored per chunk. For packed
 sequences the table is built on the device on each call, from shapes alone: no synchronisation, nothing kept between calls,
-so that a captured graph follows new lengths. Lengths are clamped to [0, T]: bad ones give wrong numbers, never wild accesses.
+so that a captured graph follows new lengths. Lengths are clamped to [0, T]: bad ones give wrong numbers, no wild accesses.
 """
 
 from __future__ import annotations

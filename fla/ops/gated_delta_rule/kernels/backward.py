@@ -300,7 +300,7 @@ def through(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (ceil(K / BK), rows * HV).
+    """Grid (ceil(K / BK) * rows * HV,): one dimension, since a second one ends at 65535.
 
     Args:
         h, dh: `[rows, HV, K, V]`: the state before and the gradient of the state after each chunk.
@@ -309,7 +309,7 @@ def through(
         d_G, d_beta: float32 `[1 + ceil(K / BK), B, T, HV]`: block i of channels writes share 1 + i.
         tokens: B * T.
     """
-    kb, pid = tl.program_id(0), tl.program_id(1)
+    kb, pid = tl.program_id(0) % tl.cdiv(K, BK), tl.program_id(0) // tl.cdiv(K, BK)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
     if n < 0:
@@ -455,8 +455,18 @@ def finish_gates(
 
 @triton.jit
 def finish_rows(
-    x_ptr, x_t, each, token, out, time, inside,
-    GROUP: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NORMALISE: tl.constexpr,
+    x_ptr,
+    x_t,
+    each,
+    token,
+    out,
+    time,
+    inside,
+    GROUP: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    NORMALISE: tl.constexpr,
 ):
     """Sums the gradients of the rows of q or k over a group of heads, and through their normalisation."""
     own = (token * HV + time * HV) * K

@@ -1,8 +1,8 @@
 """Forward of chunked Kimi delta attention: what is parallel over chunks.
 
 With one decay per channel, the scores of a chunk, sum_c x_ic e^{G_ic - G_jc} k_jc for j < i, are no plain product. They are
-split by halves: at level s the chunk falls into pairs of blocks of s steps, and a step i of the second block sees a step j of
-the first one through the boundary r between them, e^{G_i - G_r} e^{G_r - G_j}. Each pair i > j meets at exactly one of the
+split by halves: at level s the chunk falls into pairs of blocks of s steps, and a step i of the second block sees a step j
+of the first one through the boundary r between them, e^{G_i - G_r} e^{G_r - G_j}. Each pair i > j meets at exactly one of the
 six levels 32, 16, …, 1, so that six products of tensor cores give all scores, with every exponent at most 0.
 """
 
@@ -18,8 +18,18 @@ from fla.ops.common.kernels.solve import below, unit_lower_inverse
 
 @triton.jit
 def gate_of(
-    g, hv, cols, in_cols, A_log, dt_bias, lower_bound,
-    K: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
+    g,
+    hv,
+    cols,
+    in_cols,
+    A_log,
+    dt_bias,
+    lower_bound,
+    K: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     """The log decay of a tile `[steps, channels]`: g itself, or the gate of raw values."""
     if GATE:
@@ -43,8 +53,20 @@ def level_decay(G_tile, G_ptr, steps, cols, inside, count, half, HV: tl.constexp
 
 @triton.jit
 def level_scores(
-    Q, keys, G_tile, G_ptr, steps, cols, inside, count, half, for_q, for_k,
-    HV: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    Q,
+    keys,
+    G_tile,
+    G_ptr,
+    steps,
+    cols,
+    inside,
+    count,
+    half,
+    for_q,
+    for_k,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """The scores of q and of k against k, with those of one level added."""
     decay = level_decay(G_tile, G_ptr, steps, cols, inside, count, half, HV, K)
@@ -165,8 +187,20 @@ def scores(
 
 @triton.jit
 def near_scores(
-    Q, keys, G_tile, G_ptr, steps, cols, inside, count, half, near_q, near_k,
-    HV: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    Q,
+    keys,
+    G_tile,
+    G_ptr,
+    steps,
+    cols,
+    inside,
+    count,
+    half,
+    near_q,
+    near_k,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """`level_scores` for levels below 16, on the four 16 x 16 blocks of the diagonal: `[4, 16, ·]` tiles."""
     boundary = (steps // (2 * half)) * (2 * half) + half

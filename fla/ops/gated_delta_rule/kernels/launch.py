@@ -1,0 +1,332 @@
+"""The kernels of the chunked gated delta rule in their order, forward and backward: what an autograd function calls.
+
+The forward leaves, beside its inputs, the running log decay G and the inverse of each chunk: `[B, T, HV]` in float32 and
+`[B, T, HV, 64]` in v's dtype. The backward starts from those and repeats the states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from fla.ops.common.kernels.layout import Layout, layout_of
+from fla.ops.common.kernels.state import states_forward
+from fla.ops.common.kernels.state_backward import states_backward
+from fla.ops.gated_delta_rule.kernels.backward import finish_gates, finish_heads, recompute, through, within
+from fla.ops.gated_delta_rule.kernels.forward import outputs, prepare
+from fla.utils.devices import capability_of
+
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call asks for beside its tensors; by the names of `chunk_gated_delta_rule`."""
+
+    scale: float
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    state_v_first: bool = False
+
+
+class Gradients(NamedTuple):
+    """Of each tensor argument, in its dtype and shape; None of those that were not given."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    initial_state: torch.Tensor | None
+
+
+def chunk_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    options: Options,
+    output_final_state: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """The forward, of checked arguments (see `OPS.md`), on the current device and stream.
+
+    Args:
+        q, k `[B, T, H, K]`, v `[B, T, HV, V]`: of one dtype, any strides. g, beta `[B, T, HV]`.
+        A_log, dt_bias: `[HV]`, read with `use_gate_in_kernel`; dt_bias may be None.
+        initial_state: `[N, HV, K, V]` or, `state_v_first`, `[N, HV, V, K]`, or None.
+
+    Returns:
+        o, contiguous, in v's dtype; the final state in float32 or None; G and inverse for the backward.
+    """
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    batch, length, _, dim_k = q.shape
+    heads, dim_v = v.shape[2:]
+    layout = layout_of(batch, length, CHUNK, cu_seqlens)
+    common = _common(q, v, layout)
+    rule = _Rule(q, dim_k, dim_v)
+    G = _empty(q, batch, length, heads, dtype=torch.float32)
+    rk = torch.empty_like(G) if options.use_qk_l2norm_in_kernel else G
+    inverse = _empty(q, batch, length, heads, CHUNK)
+    w = _empty(q, batch, length, heads, dim_k)
+    u = _empty(q, batch, length, heads, dim_v)
+    chunks = layout.rows * heads
+    prepare[(chunks,)](
+        *(k, v, g, beta, A_log, dt_bias, G, rk, inverse, w, u, cu_seqlens, layout.table, length),
+        *(*k.stride()[:3], *v.stride()[:3], *g.stride(), *beta.stride()),
+        **common,
+        BK=rule.block_k,
+        BV=rule.block_v,
+        NORMALISE=options.use_qk_l2norm_in_kernel,
+        GATE=options.use_gate_in_kernel,
+        HAS_BIAS=dt_bias is not None,
+        SIGMOID=options.use_beta_sigmoid_in_kernel,
+        DOUBLE=options.allow_neg_eigval,
+        INVERSE_PRECISION=common['PRECISION'],
+        num_warps=4,
+    )
+    h, v_new, final = _states(k, w, u, G, rk, initial_state, cu_seqlens, layout, options, output_final_state, common, rule)
+    o = _empty(v, batch, length, heads, dim_v)
+    block_v = min(triton.next_power_of_2(max(dim_v, 16)), 64 if rule.tight else 128)
+    outputs[(triton.cdiv(dim_v, block_v), chunks)](
+        *(q, k, v_new, G, rk, h, o, cu_seqlens, layout.table, options.scale, length),
+        *(*q.stride()[:3], *k.stride()[:3]),
+        **common,
+        BK=rule.block_k,
+        BV=block_v,
+        NORMALISE=options.use_qk_l2norm_in_kernel,
+        num_warps=4,
+        num_stages=rule.stages,
+    )
+    return o, final, G, inverse
+
+
+def chunk_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    G: torch.Tensor,
+    inverse: torch.Tensor,
+    do: torch.Tensor,
+    d_final: torch.Tensor | None,
+    options: Options,
+) -> Gradients:
+    """The gradients, from the arguments and the last two results of `chunk_forward`.
+
+    Args:
+        do: of o, any strides.
+        d_final: of the final state, or None for 0.
+    """
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    do = do.contiguous()
+    batch, length, groups, dim_k = q.shape
+    heads, dim_v = v.shape[2:]
+    layout = layout_of(batch, length, CHUNK, cu_seqlens)
+    common = _common(q, v, layout)
+    rule = _Rule(q, dim_k, dim_v)
+    normalise = options.use_qk_l2norm_in_kernel
+    of_beta = {'SIGMOID': options.use_beta_sigmoid_in_kernel, 'DOUBLE': options.allow_neg_eigval}
+    strides_qk = (*q.stride()[:3], *k.stride()[:3])
+    chunks = layout.rows * heads
+    rq = torch.empty_like(G) if normalise else None
+    rk = torch.empty_like(G) if normalise else G
+    w = _empty(q, batch, length, heads, dim_k)
+    u, du = (_empty(q, batch, length, heads, dim_v) for _ in range(2))
+    recompute[(chunks,)](
+        *(q, k, v, beta, do, G, inverse, rq, rk, w, u, du, cu_seqlens, layout.table, options.scale, length),
+        *(*strides_qk, *v.stride()[:3], *beta.stride()),
+        **common,
+        **of_beta,
+        BK=rule.block_k,
+        BV=rule.block_v,
+        NORMALISE=normalise,
+        num_warps=4,
+        num_stages=rule.stages,
+    )
+    h, v_new, _ = _states(k, w, u, G, rk, initial_state, cu_seqlens, layout, options, False, common, rule)
+    dh = torch.empty_like(h)
+    d_initial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
+    block_v = rule.backward_block_v
+    states_backward[(triton.cdiv(dim_v, block_v) * layout.count * heads,)](
+        *(q, k, w, do, G, rq, rk, du, dh, None if d_final is None else d_final.contiguous(), d_initial),
+        *(cu_seqlens, layout.offsets, options.scale, length, *strides_qk),
+        **common,
+        BK=rule.whole_k,
+        BV=block_v,
+        PER_CHANNEL=False,
+        NORMALISED=normalise,
+        HAS_FINAL=d_final is not None,
+        HAS_INITIAL=initial_state is not None,
+        V_FIRST=options.state_v_first,
+        STAGES=rule.backward_stages,
+        num_warps=rule.state_warps,
+    )
+    del w, u
+    dv = _empty(v, batch, length, heads, dim_v)
+    from_q, from_k = torch.empty_like(inverse), torch.empty_like(inverse)
+    shares = 1 + triton.cdiv(dim_k, rule.block_k)
+    d_G, d_beta = (_empty(q, shares, batch, length, heads, dtype=torch.float32) for _ in range(2))
+    within[(chunks,)](
+        *(q, k, v, beta, do, G, inverse, rq, rk, v_new, du, dv, from_q, from_k, d_G, d_beta),
+        *(cu_seqlens, layout.table, options.scale, length),
+        *(*strides_qk, *v.stride()[:3], *beta.stride()),
+        **common,
+        **of_beta,
+        BK=rule.block_k,
+        BV=rule.block_v,
+        NORMALISE=normalise,
+        num_warps=4,
+        num_stages=rule.stages,
+    )
+    dq_each, dk_each = (_empty(q, batch, length, heads, dim_k) for _ in range(2))
+    through[((shares - 1) * chunks,)](
+        *(q, k, beta, do, G, rq, rk, v_new, du, h, dh, from_q, from_k, dq_each, dk_each, d_G, d_beta),
+        *(cu_seqlens, layout.table, options.scale, length, batch * length, *strides_qk, *beta.stride()),
+        **common,
+        **of_beta,
+        BK=rule.block_k,
+        BV=rule.block_v,
+        NORMALISE=normalise,
+        num_warps=4,
+        num_stages=rule.stages,
+    )
+    dg = _empty(g, batch, length, heads, dtype=torch.float32 if options.use_gate_in_kernel else g.dtype)
+    dbeta = _empty(beta, batch, length, heads)
+    dA = torch.empty_like(dg) if options.use_gate_in_kernel else None
+    finish_gates[(chunks,)](
+        *(g, beta, A_log, dt_bias, d_G, d_beta, dg, dbeta, dA, cu_seqlens, layout.table, length, batch * length),
+        *(*g.stride(), *beta.stride()),
+        **of_beta,
+        SHARES=shares,
+        HV=heads,
+        SIZE=CHUNK,
+        GATE=options.use_gate_in_kernel,
+        HAS_BIAS=dt_bias is not None,
+        PACKED=layout.packed,
+        num_warps=2,
+    )
+    dq, dk = dq_each, dk_each
+    if normalise or groups != heads:
+        if groups != heads:
+            dq, dk = (_empty(q, batch, length, groups, dim_k) for _ in range(2))
+        finish_heads[(layout.rows * groups,)](
+            *(q, k, dq_each, dk_each, dq, dk, cu_seqlens, layout.table, length, *strides_qk),
+            H=groups,
+            HV=heads,
+            K=dim_k,
+            SIZE=CHUNK,
+            BK=rule.block_k,
+            NORMALISE=normalise,
+            PACKED=layout.packed,
+            num_warps=4,
+        )
+    d_A_log = d_dt_bias = None
+    if dA is not None and A_log is not None:
+        d_A_log = dA.sum((0, 1)).to(A_log.dtype)
+        d_dt_bias = None if dt_bias is None else dg.sum((0, 1)).to(dt_bias.dtype)
+        dg = dg.to(g.dtype)
+    return Gradients(dq, dk, dv, dg, dbeta, d_A_log, d_dt_bias, d_initial)
+
+
+def _states(
+    k: torch.Tensor,
+    w: torch.Tensor,
+    u: torch.Tensor,
+    G: torch.Tensor,
+    rk: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    layout: Layout,
+    options: Options,
+    output_final_state: bool,
+    common: dict[str, Any],
+    rule: _Rule,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """States before each chunk `[rows, HV, K, V]`, U' `[B, T, HV, V]` and the final state."""
+    heads, dim_v = u.shape[2:]
+    dim_k = k.shape[-1]
+    h = _empty(u, layout.rows, heads, dim_k, dim_v)
+    v_new = torch.empty_like(u)
+    final = None
+    if output_final_state:
+        shape = (dim_v, dim_k) if options.state_v_first else (dim_k, dim_v)
+        final = _empty(u, layout.count, heads, *shape, dtype=torch.float32)
+    states_forward[(triton.cdiv(dim_v, rule.state_block_v), layout.count * heads)](
+        *(k, w, u, G, rk, h, v_new, None if initial_state is None else initial_state.contiguous(), final),
+        *(cu_seqlens, layout.offsets, G.shape[1], *k.stride()[:3]),
+        **common,
+        BK=rule.whole_k,
+        BV=rule.state_block_v,
+        PER_CHANNEL=False,
+        NORMALISED=options.use_qk_l2norm_in_kernel,
+        HAS_INITIAL=initial_state is not None,
+        HAS_FINAL=output_final_state,
+        V_FIRST=options.state_v_first,
+        STAGES=rule.state_stages,
+        num_warps=rule.state_warps,
+    )
+    return h, v_new, final
+
+
+class _Rule:
+    """Block sizes, warps and stages.
+
+    Measured on an H200 (torch 2.11, Triton 3.6) at K = V = 128 in bf16; elsewhere chosen so that kernels fit.
+    """
+
+    def __init__(self, x: torch.Tensor, dim_k: int, dim_v: int) -> None:
+        major, minor = capability_of(x.device) or (0, 0)
+        wide = x.element_size() > 2
+        # 99 KiB of shared memory a block (8.6, 8.9, 12.x), not 163 (8.0) or 227 (9.0, 10.x)
+        small = major not in (9, 10) and (major, minor) not in ((8, 0), (8, 7))
+        self.tight = wide or small
+        self.block_k = min(64, triton.next_power_of_2(max(dim_k, 16)))
+        self.block_v = min(64, triton.next_power_of_2(max(dim_v, 16)))
+        self.whole_k = triton.next_power_of_2(max(dim_k, 16))
+        self.stages = 1 if self.tight else 2
+        # a program of the recurrences keeps [whole_k, block] in registers and 64 steps of each operand in shared memory
+        large = self.whole_k * x.element_size() > 256
+        self.state_block_v = min(self.block_v, 32 if large or small else 64)
+        self.state_stages = 1 if wide or large or small else 3
+        self.state_warps = 8 if self.whole_k > 128 else 4
+        self.backward_block_v = min(self.block_v, 32 if large or small else 64)
+        self.backward_stages = 1 if wide or large or small else 2
+
+
+def _common(q: torch.Tensor, v: torch.Tensor, layout: Layout) -> dict[str, Any]:
+    """The arguments that all large kernels share."""
+    return {
+        'H': q.shape[2],
+        'HV': v.shape[2],
+        'K': q.shape[3],
+        'V': v.shape[3],
+        'SIZE': layout.size,
+        'PACKED': layout.packed,
+        'PRECISION': 'tf32x3' if q.dtype == torch.float32 else 'tf32',
+    }
+
+
+def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """With a contiguous last dimension, as the kernels read it."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
