@@ -476,8 +476,11 @@ class Dispatcher:
     def reset(self) -> None:
         """A fresh process, for tests: no scopes, no policy, no traces, not frozen; only what the operations' own packages
         registered is registered; plugins and environment are read again on the next call."""
+        from fla.ops.backends.trace import forget_environment
+
         for running in self.traces:
             running.stop()
+        forget_environment(self)
         with lock:
             self.frozen = None
             self.scopes, self._code, self._env_layers = (), None, None

@@ -6,10 +6,10 @@ the callee's own order allows (cheapest), then by keyword.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -134,11 +134,13 @@ class Signature:
         used: set[str] = set()
         by_position = True
         if takes_positions:
-            # the required arguments go by position, as callers write them; the rest by keyword where it can
+            # the required arguments go by position, as callers write them; the rest by keyword where it can, which is not
+            # where more of them may follow
             leading = [p.name for p in theirs.values() if p.kind not in (VAR_POSITIONAL, VAR_KEYWORD, KEYWORD_ONLY)]
             for name in self.names:
                 parameter = self.parameters[name]
-                if parameter.kind is KEYWORD_ONLY or (parameter.default is not EMPTY and takes_rest):
+                by_keyword = parameter.default is not EMPTY and takes_rest and self.var_positional is None
+                if parameter.kind is KEYWORD_ONLY or by_keyword:
                     break
                 if len(parts) < len(leading) and leading[len(parts)] != name:
                     break
@@ -195,20 +197,18 @@ class Signature:
 
 def parameters_of(method: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Parameters of a function or bound method. Remembered: planning asks for each several times, at 0.1 ms a time."""
-    function = getattr(method, '__func__', None)
-    if function is not None and getattr(method, '__self__', None) is not None:
-        return _parameters_without_first(function)
-    return _parameters(method) if isinstance(method, types.FunctionType) else inspect.signature(method).parameters
+    function = getattr(method, '__func__', method)
+    if not isinstance(function, types.FunctionType):
+        return inspect.signature(method).parameters
+    known = _free if function is method else _bound
+    if function not in known:
+        known[function] = inspect.signature(method).parameters
+    return known[function]
 
 
-@functools.lru_cache(maxsize=4096)
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
-
-
-@functools.lru_cache(maxsize=4096)
-def _parameters_without_first(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(types.MethodType(function, object())).parameters
+# Weak: a function that a notebook has replaced goes, with everything its globals hold.
+_free: weakref.WeakKeyDictionary[types.FunctionType, Mapping[str, inspect.Parameter]] = weakref.WeakKeyDictionary()
+_bound: weakref.WeakKeyDictionary[types.FunctionType, Mapping[str, inspect.Parameter]] = weakref.WeakKeyDictionary()
 
 
 def _same_default(one: Any, other: Any) -> bool:

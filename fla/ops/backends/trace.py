@@ -188,3 +188,10 @@ def follow_environment(dispatcher: Dispatcher, wanted: bool) -> None:
             print(f'dispatched calls of {dispatcher.namespace}:\n{started.summary()}', file=sys.stderr)
 
     atexit.register(report)
+
+
+def forget_environment(dispatcher: Dispatcher) -> None:
+    """For `reset()`: what was recorded for FLA_DISPATCH_TRACE so far is not reported."""
+    started = _environment_traces.pop(id(dispatcher), None)
+    if started is not None:
+        started.counters.clear()

@@ -86,7 +86,10 @@ def states_backward(
     dS = tl.zeros([BK, BV], tl.float32)
     if HAS_FINAL:
         dS = tl.load(d_final + state_at, mask=state_mask, other=0.0).to(tl.float32)
+    # of the steps within a chunk; int64 is for what comes before them
     steps = tl.arange(0, SIZE)
+    of_k = steps[:, None] * HV * K + rows[None, :]
+    of_v = steps[:, None] * HV * V + cv[None, :]
     w_ptr = w + (token * HV + hv) * K
     do_ptr = do + (token * HV + hv) * V
     du_ptr = du + (token * HV + hv) * V
@@ -102,41 +105,40 @@ def states_backward(
     if NORMALISED:
         rq_ptr = rq + token * HV + hv
         rk_ptr = rk + token * HV + hv
-    dh_ptr = dh + (row * HV + hv) * K * V + rows[:, None] * V + cv[None, :]
+    dh_ptr = dh + (row * HV + hv) * K * V + (rows[:, None] * V + cv[None, :])
     for i in tl.range(0, chunks, num_stages=STAGES):
         c = chunks - 1 - i
-        t = c * SIZE + steps
-        inside = t < length
-        last = tl.minimum(c * SIZE + SIZE, length) - 1
-        tile = t[:, None].to(tl.int64) * HV
-        one = t.to(tl.int64) * HV
+        first = c.to(tl.int64) * SIZE
+        count = tl.minimum(length - c * SIZE, SIZE)
+        inside = steps < count
         tl.store(dh_ptr + c.to(tl.int64) * HV * K * V, dS.to(dh.dtype.element_ty), mask=state_mask)
         k_mask = inside[:, None] & (rows[None, :] < K)
         v_mask = inside[:, None] & (cv[None, :] < V)
-        dO = tl.load(do_ptr + tile * V + cv[None, :], mask=v_mask, other=0.0)
-        dU = tl.load(du_ptr + tile * V + cv[None, :], mask=v_mask, other=0.0).to(tl.float32)
+        dO = tl.load(do_ptr + first * HV * V + of_v, mask=v_mask, other=0.0)
+        dU = tl.load(du_ptr + first * HV * V + of_v, mask=v_mask, other=0.0).to(tl.float32)
         if PER_CHANNEL:
-            keys = tl.load(k_ptr + tile * K + rows[None, :], mask=k_mask, other=0.0)
-            Q = tl.load(q_ptr + tile * K + rows[None, :], mask=k_mask, other=0.0)
+            keys = tl.load(k_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
+            Q = tl.load(q_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
             dU += tl.dot(keys, dS.to(keys.dtype), input_precision=PRECISION)
-            decay = tl.exp(tl.load(G_ptr + last.to(tl.int64) * HV * K + rows, mask=rows < K, other=0.0))
+            decay = tl.exp(tl.load(G_ptr + (first + count - 1) * HV * K + rows, mask=rows < K, other=0.0))
             dS = dS * decay[:, None]
         else:
-            keys = tl.load(k_ptr + t[:, None].to(tl.int64) * k_t + rows[None, :], mask=k_mask, other=0.0)
-            Q = tl.load(q_ptr + t[:, None].to(tl.int64) * q_t + rows[None, :], mask=k_mask, other=0.0)
-            G_last = tl.load(G_ptr + last.to(tl.int64) * HV)
-            Gc = tl.load(G_ptr + one, mask=inside, other=0.0)
+            time = steps[:, None].to(tl.int64)
+            keys = tl.load(k_ptr + first * k_t + (time * k_t + rows[None, :]), mask=k_mask, other=0.0)
+            Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)
+            G_last = tl.load(G_ptr + (first + count - 1) * HV)
+            Gc = tl.load(G_ptr + first * HV + steps * HV, mask=inside, other=0.0)
             left = tl.where(inside, tl.exp(tl.where(inside, G_last - Gc, 0.0)), 0.0)
             grown = tl.exp(Gc) * scale
             if NORMALISED:
-                left *= tl.load(rk_ptr + one, mask=inside, other=0.0)
-                grown *= tl.load(rq_ptr + one, mask=inside, other=0.0)
+                left *= tl.load(rk_ptr + first * HV + steps * HV, mask=inside, other=0.0)
+                grown *= tl.load(rq_ptr + first * HV + steps * HV, mask=inside, other=0.0)
             dU += tl.dot(keys, dS.to(keys.dtype), input_precision=PRECISION) * left[:, None]
             dO = (dO.to(tl.float32) * grown[:, None]).to(do.dtype.element_ty)
             dS = dS * tl.exp(G_last)
         dU = dU.to(du.dtype.element_ty)
-        tl.store(du_ptr + tile * V + cv[None, :], dU, mask=v_mask)
-        W = tl.load(w_ptr + tile * K + rows[None, :], mask=k_mask, other=0.0)
+        tl.store(du_ptr + first * HV * V + of_v, dU, mask=v_mask)
+        W = tl.load(w_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
         dS += tl.dot(tl.trans(Q), dO, input_precision=PRECISION)
         dS -= tl.dot(tl.trans(W), dU.to(W.dtype), input_precision=PRECISION)
     if HAS_INITIAL:

@@ -90,9 +90,9 @@ def recompute(
     k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
     v_ptr = v + batch64 * v_b + first64 * v_t + hv64 * v_h
     token = (batch64 * T + first64) * HV + hv
-    own = steps[:, None].to(tl.int64) * HV
+    own = steps[:, None] * HV
     time = steps[:, None].to(tl.int64)
-    one = token + steps.to(tl.int64) * HV
+    one = token + steps * HV
     Gc = tl.load(G + one, mask=inside, other=0.0)
     bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
     k_norm = tl.full([SIZE], 1.0, tl.float32)
@@ -102,7 +102,7 @@ def recompute(
         q_norm = inverse_norm(q_ptr, q_t, time, inside, K, BK)
         tl.store(rk + one, k_norm, mask=inside)
         tl.store(rq + one, q_norm, mask=inside)
-    X = tl.load(inverse + token * SIZE + own * SIZE + steps[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    X = tl.load(inverse + token * SIZE + (own * SIZE + steps[None, :]), mask=inside[:, None], other=0.0).to(tl.float32)
     for_w = (X * (bt * tl.exp(Gc) * k_norm)[None, :]).to(w.dtype.element_ty)
     for_u = (X * bt[None, :]).to(u.dtype.element_ty)
     turned = tl.zeros([SIZE, SIZE], tl.float32)
@@ -112,7 +112,7 @@ def recompute(
         Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
         W = tl.dot(for_w, keys, input_precision=PRECISION)
-        tl.store(w + token * K + own * K + cols[None, :], W.to(w.dtype.element_ty), mask=mask)
+        tl.store(w + token * K + (own * K + cols[None, :]), W.to(w.dtype.element_ty), mask=mask)
         turned += tl.dot(keys, tl.trans(Q), input_precision=PRECISION)
     # M^T: rows are keys, columns queries that come no earlier
     later = (steps[:, None] <= steps[None, :]) & inside[None, :]
@@ -121,7 +121,7 @@ def recompute(
     for i in range(0, V, BV):
         cols = i + tl.arange(0, BV)
         mask = inside[:, None] & (cols[None, :] < V)
-        at = token * V + own * V + cols[None, :]
+        at = token * V + (own * V + cols[None, :])
         values = tl.load(v_ptr + time * v_t + cols[None, :], mask=mask, other=0.0)
         dO = tl.load(do + at, mask=mask, other=0.0)
         tl.store(u + at, tl.dot(for_u, values, input_precision=PRECISION).to(u.dtype.element_ty), mask=mask)
@@ -199,22 +199,51 @@ def within(
     k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
     v_ptr = v + batch64 * v_b + first64 * v_t + hv64 * v_h
     token = (batch64 * T + first64) * HV + hv
-    own = steps[:, None].to(tl.int64) * HV
+    own = steps[:, None] * HV
     time = steps[:, None].to(tl.int64)
-    one = token + steps.to(tl.int64) * HV
-    square = token * SIZE + own * SIZE + steps[None, :]
+    one = token + steps * HV
+    square = token * SIZE + (own * SIZE + steps[None, :])
+    bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
+    Gc = tl.load(G + one, mask=inside, other=0.0)
+    strict = (steps[:, None] > steps[None, :]) & inside[:, None]
+    k_norm = tl.full([SIZE], 1.0, tl.float32)
+    q_norm = tl.full([SIZE], 1.0, tl.float32)
+    if NORMALISE:
+        k_norm = tl.load(rk + one, mask=inside, other=0.0)
+        q_norm = tl.load(rq + one, mask=inside, other=0.0)
+    # q against k; one after the other, for the sake of registers
+    slope = tl.zeros([SIZE, SIZE], tl.float32)
+    for i in range(0, V, BV):
+        cols = i + tl.arange(0, BV)
+        mask = inside[:, None] & (cols[None, :] < V)
+        at = token * V + (own * V + cols[None, :])
+        dO = tl.load(do + at, mask=mask, other=0.0)
+        update = tl.load(v_new + at, mask=mask, other=0.0)
+        slope += tl.dot(dO, tl.trans(update), input_precision=PRECISION)
+    product = tl.zeros([SIZE, SIZE], tl.float32)
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
+        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
+        product += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
+    decay = tl.where(strict, tl.exp(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
+    slope *= tl.where(steps[:, None] == steps[None, :], 1.0, decay) * (q_norm * scale)[:, None] * k_norm[None, :]
+    tl.store(from_q + square, slope.to(from_q.dtype.element_ty), mask=inside[:, None])
+    # what decays from j to i counts for G_i and against G_j; on the diagonal nothing decays
+    flow = tl.where(strict, product * slope, 0.0)
+    to_G = tl.sum(flow, 1) - tl.sum(flow, 0)
+    # k against k
     bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
     X = tl.load(inverse + square, mask=inside[:, None], other=0.0)
-    dM = tl.zeros([SIZE, SIZE], tl.float32)
-    dL = tl.zeros([SIZE, SIZE], tl.float32)
+    slope = tl.zeros([SIZE, SIZE], tl.float32)
     along = tl.zeros([SIZE, BV], tl.float32)
     for i in range(0, V, BV):
         cols = i + tl.arange(0, BV)
         mask = inside[:, None] & (cols[None, :] < V)
-        at = token * V + own * V + cols[None, :]
+        at = token * V + (own * V + cols[None, :])
         dU = tl.load(du + at, mask=mask, other=0.0)
         update = tl.load(v_new + at, mask=mask, other=0.0)
-        dO = tl.load(do + at, mask=mask, other=0.0)
         values = tl.load(v_ptr + time * v_t + cols[None, :], mask=mask, other=0.0)
         D = tl.dot(tl.trans(X), dU, input_precision=PRECISION)
         tl.store(dv + at, (D * bt[:, None]).to(dv.dtype.element_ty), mask=mask)
@@ -222,36 +251,23 @@ def within(
         along += D * values.to(tl.float32)
         D = D.to(du.dtype.element_ty)
         tl.store(du + at, D, mask=mask)
-        dL -= tl.dot(D, tl.trans(update), input_precision=PRECISION)
-        dM += tl.dot(dO, tl.trans(update), input_precision=PRECISION)
-    along_v = tl.sum(along, 1)
-    qk = tl.zeros([SIZE, SIZE], tl.float32)
-    kk = tl.zeros([SIZE, SIZE], tl.float32)
+        slope -= tl.dot(D, tl.trans(update), input_precision=PRECISION)
+    to_beta = tl.sum(along, 1)
+    product = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
-        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
-        qk += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
-        kk += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-    Gc = tl.load(G + one, mask=inside, other=0.0)
-    strict = (steps[:, None] > steps[None, :]) & inside[:, None]
+        product += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     decay = tl.where(strict, tl.exp(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
-    dM *= tl.where(steps[:, None] == steps[None, :], scale, decay * scale)
-    dL *= decay
-    if NORMALISE:
-        k_norm = tl.load(rk + one, mask=inside, other=0.0)
-        dM *= tl.load(rq + one, mask=inside, other=0.0)[:, None] * k_norm[None, :]
-        dL *= k_norm[:, None] * k_norm[None, :]
-    tl.store(from_q + square, dM.to(from_q.dtype.element_ty), mask=inside[:, None])
-    kk *= dL
-    along_k = tl.sum(kk, 1)
-    dL *= bt[:, None]
-    tl.store(from_k + square, (dL + tl.trans(dL)).to(from_k.dtype.element_ty), mask=inside[:, None])
-    tl.store(d_beta + one, along_v + along_k, mask=inside)
-    # what decays from j to i: with and against G_i and G_j. On the diagonal nothing does
-    flow = kk * bt[:, None] + tl.where(strict, qk * dM, 0.0)
-    tl.store(d_G + one, tl.sum(flow, 1) - tl.sum(flow, 0), mask=inside)
+    slope *= decay * k_norm[:, None] * k_norm[None, :]
+    flow = product * slope
+    to_beta += tl.sum(flow, 1)
+    flow *= bt[:, None]
+    slope *= bt[:, None]
+    tl.store(from_k + square, (slope + tl.trans(slope)).to(from_k.dtype.element_ty), mask=inside[:, None])
+    tl.store(d_beta + one, to_beta, mask=inside)
+    tl.store(d_G + one, to_G + tl.sum(flow, 1) - tl.sum(flow, 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=['T', 'tokens'])
@@ -319,32 +335,16 @@ def through(
     inside = first + steps < end
     batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
     head, hv64 = (hv // (HV // H)).to(tl.int64), hv.to(tl.int64)
+    q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
+    k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
     token = (batch64 * T + first64) * HV + hv
-    own = steps[:, None].to(tl.int64) * HV
+    own = steps[:, None] * HV
     time = steps[:, None].to(tl.int64)
-    one = token + steps.to(tl.int64) * HV
-    square = token * SIZE + own * SIZE + steps[None, :]
+    one = token + steps * HV
+    square = token * SIZE + (own * SIZE + steps[None, :])
     channels = kb * BK + tl.arange(0, BK)
     in_k = channels < K
     state = (row.to(tl.int64) * HV + hv) * K * V + channels[:, None] * V
-    to_q = tl.zeros([SIZE, BK], tl.float32)
-    to_k = tl.zeros([SIZE, BK], tl.float32)
-    to_error = tl.zeros([SIZE, BK], tl.float32)
-    kept = tl.zeros([BK, BV], tl.float32)
-    for i in range(0, V, BV):
-        cols = i + tl.arange(0, BV)
-        mask = inside[:, None] & (cols[None, :] < V)
-        at = token * V + own * V + cols[None, :]
-        state_mask = in_k[:, None] & (cols[None, :] < V)
-        S = tl.load(h + state + cols[None, :], mask=state_mask, other=0.0)
-        dS = tl.load(dh + state + cols[None, :], mask=state_mask, other=0.0)
-        dO = tl.load(do + at, mask=mask, other=0.0)
-        dE = tl.load(D + at, mask=mask, other=0.0)
-        update = tl.load(v_new + at, mask=mask, other=0.0)
-        to_q += tl.dot(dO, tl.trans(S), input_precision=PRECISION)
-        to_error += tl.dot(dE, tl.trans(S), input_precision=PRECISION)
-        to_k += tl.dot(update, tl.trans(dS), input_precision=PRECISION)
-        kept += S.to(tl.float32) * dS.to(tl.float32)
     last = tl.minimum(end - first, SIZE) - 1
     G_last = tl.load(G + token + last.to(tl.int64) * HV)
     Gc = tl.load(G + one, mask=inside, other=0.0)
@@ -356,28 +356,56 @@ def through(
         q_factor *= tl.load(rq + one, mask=inside, other=0.0)
         grown *= k_norm
         left *= k_norm
-    to_q *= q_factor[:, None]
-    to_k *= left[:, None]
-    to_error *= -grown[:, None]
+    # from the state before the chunk
+    to_q = tl.zeros([SIZE, BK], tl.float32)
+    to_k = tl.zeros([SIZE, BK], tl.float32)
+    for i in range(0, V, BV):
+        cols = i + tl.arange(0, BV)
+        mask = inside[:, None] & (cols[None, :] < V)
+        at = token * V + (own * V + cols[None, :])
+        S = tl.load(h + state + cols[None, :], mask=in_k[:, None] & (cols[None, :] < V), other=0.0)
+        dO = tl.load(do + at, mask=mask, other=0.0)
+        dE = tl.load(D + at, mask=mask, other=0.0)
+        to_q += tl.dot(dO, tl.trans(S), input_precision=PRECISION)
+        to_k -= tl.dot(dE, tl.trans(S), input_precision=PRECISION)
     mask = inside[:, None] & in_k[None, :]
-    Q = tl.load(q + batch64 * q_b + first64 * q_t + head * q_h + time * q_t + channels[None, :], mask=mask, other=0.0)
-    keys = tl.load(k + batch64 * k_b + first64 * k_t + head * k_h + time * k_t + channels[None, :], mask=mask, other=0.0)
-    bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
-    share = (1 + kb).to(tl.int64) * tokens * HV
-    q_along = tl.sum(Q.to(tl.float32) * to_q, 1)
-    error_along = tl.sum(keys.to(tl.float32) * to_error, 1)
-    k_along = tl.sum(keys.to(tl.float32) * to_k, 1)
-    tl.store(d_beta + share + one, error_along, mask=inside)
-    at_end = tl.sum(k_along, 0) + tl.exp(G_last) * tl.sum(tl.sum(kept, 1), 0)
-    flow = q_along + bt * error_along - k_along + tl.where(steps == last, at_end, 0.0)
-    tl.store(d_G + share + one, flow, mask=inside)
+    Q = tl.load(q_ptr + time * q_t + channels[None, :], mask=mask, other=0.0)
+    keys = tl.load(k_ptr + time * k_t + channels[None, :], mask=mask, other=0.0)
     P = tl.load(from_q + square, mask=inside[:, None], other=0.0)
-    R = tl.load(from_k + square, mask=inside[:, None], other=0.0)
-    at = token * K + own * K + channels[None, :]
+    to_q *= q_factor[:, None]
+    flow = tl.sum(Q.to(tl.float32) * to_q, 1)
     to_q += tl.dot(P, keys, input_precision=PRECISION)
+    at = token * K + (own * K + channels[None, :])
     tl.store(dq + at, to_q.to(dq.dtype.element_ty), mask=mask)
-    to_k += bt[:, None] * to_error
+    bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
+    to_k *= grown[:, None]
+    to_beta = tl.sum(keys.to(tl.float32) * to_k, 1)
+    share = (1 + kb).to(tl.int64) * tokens * HV
+    tl.store(d_beta + share + one, to_beta, mask=inside)
+    flow += bt * to_beta
+    to_k *= bt[:, None]
+    # into the state after it
+    to_left = tl.zeros([SIZE, BK], tl.float32)
+    kept = tl.zeros([BK, BV], tl.float32)
+    for i in range(0, V, BV):
+        cols = i + tl.arange(0, BV)
+        state_mask = in_k[:, None] & (cols[None, :] < V)
+        S = tl.load(h + state + cols[None, :], mask=state_mask, other=0.0)
+        dS = tl.load(dh + state + cols[None, :], mask=state_mask, other=0.0)
+        update = tl.load(
+            v_new + token * V + (own * V + cols[None, :]), mask=inside[:, None] & (cols[None, :] < V), other=0.0
+        )
+        to_left += tl.dot(update, tl.trans(dS), input_precision=PRECISION)
+        # summed after the loop: see `inverse_norm`
+        kept += S.to(tl.float32) * dS.to(tl.float32)
+    to_left *= left[:, None]
+    left_along = tl.sum(keys.to(tl.float32) * to_left, 1)
+    at_end = tl.sum(left_along, 0) + tl.exp(G_last) * tl.sum(tl.sum(kept, 1), 0)
+    flow += tl.where(steps == last, at_end, 0.0) - left_along
+    tl.store(d_G + share + one, flow, mask=inside)
+    to_k += to_left
     to_k += tl.dot(tl.trans(P), Q, input_precision=PRECISION)
+    R = tl.load(from_k + square, mask=inside[:, None], other=0.0)
     to_k += tl.dot(R, keys, input_precision=PRECISION)
     tl.store(dk + at, to_k.to(dk.dtype.element_ty), mask=mask)
 

@@ -206,28 +206,35 @@ def level_backward(
     inside,
     count,
     half,
+    square,
     d_attend,
     d_lower,
     dq,
-    up,
-    down,
+    dk,
+    dG,
     HV: tl.constexpr,
     K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradients that come through one level of pairs of blocks. The second block of a pair has rows of the scores,
-    which carry e^{+G}, the first one columns, which carry e^{-G}: one product with the symmetric gradient is for both."""
+    """What one level of pairs of blocks adds to the gradients of Q, keys and G.
+
+    The second block of a pair has rows of the scores, which carry e^{+G}, the first one columns, which carry e^{-G}: one
+    product with the symmetric gradient is for both. dG gets each term twice, with either sign; both are made of the same
+    rounded factors, so that outside of i to j they cancel."""
     decay = level_decay(G_tile, G_ptr, steps, cols, inside, count, half, HV, K)
     block = steps // half
     second = (block % 2 == 1)[:, None]
     meet = (block[:, None] ^ block[None, :]) == 1
-    other = (tl.where(second, Q, keys) * decay).to(d_attend.dtype)
-    from_q = tl.dot(tl.where(meet, d_attend, 0.0), other, input_precision=PRECISION) * decay
-    from_k = tl.dot(tl.where(meet, d_lower, 0.0), (keys * decay).to(d_lower.dtype), input_precision=PRECISION) * decay
-    dq += tl.where(second, from_q, 0.0)
-    up += tl.where(second, from_k, 0.0)
-    down += tl.where(second, 0.0, from_q + from_k)
-    return dq, up, down
+    meet &= (steps < count)[:, None]
+    x = (tl.where(second, Q, keys) * decay).to(d_attend.dtype.element_ty)
+    y = (keys * decay).to(d_lower.dtype.element_ty)
+    dx = tl.dot(tl.load(d_attend + square, mask=meet, other=0.0), x, input_precision=PRECISION)
+    dy = tl.dot(tl.load(d_lower + square, mask=meet, other=0.0), y, input_precision=PRECISION)
+    through = x.to(tl.float32) * dx + y.to(tl.float32) * dy
+    dG += tl.where(second, through, -through)
+    dq += tl.where(second, dx, 0.0) * decay
+    dk += (dy + tl.where(second, 0.0, dx)) * decay
+    return dq, dk, dG
 
 
 @triton.jit
@@ -361,7 +368,6 @@ def channels_backward(
         S = tl.load(h + state_at + vc[None, :], mask=s_mask, other=0.0).to(tl.float32)
         dS = tl.load(dh + state_at + vc[None, :], mask=s_mask, other=0.0).to(tl.float32)
         kept += tl.sum(S * dS, 1)
-    # within the chunk; `up` and `down` are the gradients of k where it stands beside e^{+G} and e^{-G}
     Q = tl.load(q + batch64 * q_b + first64 * q_t + head * q_h + time * q_t + cols[None, :], mask=mask, other=0.0)
     keys = tl.load(k + batch64 * k_b + first64 * k_t + head * k_h + time * k_t + cols[None, :], mask=mask, other=0.0)
     Q, keys = Q.to(tl.float32), keys.to(tl.float32)
@@ -371,22 +377,38 @@ def channels_backward(
     Gc = tl.load(G + at, mask=mask, other=0.0)
     G_last = tl.load(G + token * K + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
     grown = tl.exp(Gc)
-    left = d_left * tl.exp(G_last[None, :] - Gc)
     d_query = d_queries * grown * scale
-    up = tl.load(d_grown + at, mask=mask, other=0.0).to(tl.float32) * grown
-    down = tl.zeros([SIZE, BK], tl.float32)
-    square = token * SIZE + own * SIZE + steps[None, :]
-    dM = tl.load(d_attend + square, mask=inside[:, None], other=0.0)
-    dA = tl.load(d_lower + square, mask=inside[:, None], other=0.0).to(dM.dtype)
-    for level in range(6):
-        d_query, up, down = level_backward(
-            Q, keys, Gc, G + token * K, steps, cols, mask, count, 32 >> level, dM, dA, d_query, up, down, HV, K, PRECISION
-        )
-    dG = Q * d_query + keys * (up - down)
+    d_key = tl.load(d_grown + at, mask=mask, other=0.0).to(tl.float32) * grown
+    dG = Q * d_query + keys * d_key
+    left = d_left * tl.exp(G_last[None, :] - Gc)
+    d_key += left
     # the keys that the next state takes carry e^{G_C - G}, of the last step 1 whatever G is
     carried = tl.where((steps < count - 1)[:, None], keys * left, 0.0)
     at_last = tl.sum(carried, 0) + kept * tl.exp(G_last)
     dG += tl.where((steps == count - 1)[:, None], at_last[None, :], -carried)
+    # within the chunk
+    square = token * SIZE + own * SIZE + steps[None, :]
+    for level in range(6):
+        d_query, d_key, dG = level_backward(
+            Q,
+            keys,
+            Gc,
+            G + token * K,
+            steps,
+            cols,
+            mask,
+            count,
+            32 >> level,
+            square,
+            d_attend,
+            d_lower,
+            d_query,
+            d_key,
+            dG,
+            HV,
+            K,
+            PRECISION,
+        )
     d_gate = tl.cumsum(tl.where(mask, dG, 0.0), 0, reverse=True)
     if GATE:
         raw = tl.load(g + batch64 * g_b + first64 * g_t + hv64 * g_h + time * g_t + cols[None, :], mask=mask, other=0.0)
@@ -401,7 +423,7 @@ def channels_backward(
             tl.store(ddt_bias + (row.to(tl.int64) * HV + hv) * K + cols, part_bias, mask=cols < K)
     diagonal = tl.load(d_attend + token * SIZE + own1 * SIZE + steps, mask=inside, other=0.0).to(tl.float32)[:, None]
     tl.store(dq + at, (d_query + diagonal * keys).to(dq.dtype.element_ty), mask=mask)
-    tl.store(dk + at, (up + down + left + diagonal * Q).to(dk.dtype.element_ty), mask=mask)
+    tl.store(dk + at, (d_key + diagonal * Q).to(dk.dtype.element_ty), mask=mask)
     # boundaries of G were read by other threads
     tl.debug_barrier()
     tl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=mask)

@@ -18,6 +18,7 @@ from fla.ops.common.kernels.state import states_forward
 from fla.ops.common.kernels.state_backward import states_backward
 from fla.ops.kda.kernels.backward import channels_backward, heads_backward, outputs_backward, pairs_backward
 from fla.ops.kda.kernels.forward import outputs, prepare, scores
+from fla.utils.devices import capability_of
 
 SIZE = 64
 
@@ -245,7 +246,7 @@ def chunk_backward(
     )
 
     fresh = torch.empty_like if keep else _itself
-    d_attend, d_lower, d_grown, dv = fresh(chunks.attend), fresh(chunks.lower), fresh(chunks.w), du
+    d_attend, d_lower, d_grown, dv = fresh(chunks.attend), fresh(chunks.inverse), fresh(chunks.w), du
     dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     rq = rk = None
     if settings.normalise:
@@ -530,6 +531,7 @@ def _stages(tensor: torch.Tensor, per_stage: int, besides: int) -> int:
 
 def _shared_memory(device: torch.device) -> int:
     """Bytes that one block may use."""
-    if device.type != 'cuda' and not torch.cuda.is_available():
-        return 99 * 1024
-    return int(getattr(torch.cuda.get_device_properties(device), 'shared_memory_per_block_optin', 64 * 1024))
+    capability = capability_of(device) or (0, 0)
+    if capability[0] in (9, 10):
+        return 227 * 1024
+    return (163 if capability in ((8, 0), (8, 7)) else 99) * 1024
