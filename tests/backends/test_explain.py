@@ -602,3 +602,19 @@ def test_reset_is_a_fresh_process(toy, monkeypatch):
     toy.add('a')
     assert heard == []
     assert toy.ran() == 'a'
+
+
+def test_frozen_attributes_that_plans_read_cannot_be_set():
+    toy = Toy()
+    toy.add('a')
+    late = toy.add('b')
+    freeze_dispatch()
+    with pytest.raises(FrozenError, match='priority'):
+        late.priority = 1
+    with pytest.raises(FrozenError, match='f_verifier'):
+        type(late).f_verifier = lambda self, q: (True, None)
+    assert (late.priority, hasattr(late, 'f_verifier'), toy.ran()) == (5, False, 'a')
+    late.workspace = 'its own business'
+    thaw_dispatch()
+    late.priority = 1
+    assert toy.ran() == 'b'

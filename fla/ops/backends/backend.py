@@ -48,20 +48,24 @@ def format_reason(reason: Reason) -> str:
     return str(reason)
 
 
-# Told of every attribute that changes on a backend class or instance: (owner, attribute name).
-_change_listeners: list[Callable[[Any, str], None]] = []
+ChangeListener = Callable[[Any, str], None]
+
+# Told of every attribute that changes on a backend class or instance, before (when it may raise) and after.
+_before_change: list[ChangeListener] = []
+_after_change: list[ChangeListener] = []
 
 
-def on_change(listener: Callable[[Any, str], None]) -> None:
-    """Call `listener(owner, name)` whenever an attribute of a backend class or instance is set or deleted."""
-    _change_listeners.append(listener)
+def on_change(before: ChangeListener, after: ChangeListener) -> None:
+    """Call `before(owner, name)` and `after(owner, name)` around every setting and deleting of an attribute of a backend
+    class or instance; an exception in `before` prevents it."""
+    _before_change.append(before)
+    _after_change.append(after)
 
 
-def _changed(owner: Any, name: str) -> None:
-    if name.startswith(('_abc_', '__')):
-        return
-    for listener in _change_listeners:
-        listener(owner, name)
+def _tell(listeners: list[ChangeListener], owner: Any, name: str) -> None:
+    if not name.startswith(('_abc_', '__')):
+        for listener in listeners:
+            listener(owner, name)
 
 
 class BackendMeta(ABCMeta):
@@ -69,12 +73,14 @@ class BackendMeta(ABCMeta):
     call, compiled callers included. Derives from ABCMeta so that backends may mix in ABCs."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
+        _tell(_before_change, cls, name)
         super().__setattr__(name, value)
-        _changed(cls, name)
+        _tell(_after_change, cls, name)
 
     def __delattr__(cls, name: str) -> None:
+        _tell(_before_change, cls, name)
         super().__delattr__(name)
-        _changed(cls, name)
+        _tell(_after_change, cls, name)
 
 
 class BaseBackend(metaclass=BackendMeta):
@@ -127,12 +133,14 @@ class BaseBackend(metaclass=BackendMeta):
     verified: ClassVar[bool] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
+        _tell(_before_change, self, name)
         object.__setattr__(self, name, value)
-        _changed(self, name)
+        _tell(_after_change, self, name)
 
     def __delattr__(self, name: str) -> None:
+        _tell(_before_change, self, name)
         object.__delattr__(self, name)
-        _changed(self, name)
+        _tell(_after_change, self, name)
 
     def __repr__(self) -> str:
         return f'<{type(self).__name__} {self.impl_id}>'

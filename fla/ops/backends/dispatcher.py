@@ -226,22 +226,32 @@ class Dispatcher:
 
     def backend_changed(self, owner: Any, name: str) -> None:
         """An attribute of a backend class or instance was set: whatever it serves plans again."""
-        if not self._matters(name):
-            return
-        if isinstance(owner, type):
-            concerned = any(isinstance(backend, owner) for backend in self._backends())
-        else:
-            concerned = any(backend is owner for backend in self._backends())
-        if concerned:
+        if self._reads(owner, name):
             self.availability.forget(owner)
             self.toggles.forget(owner)
             with lock:
                 self.generation += 1
                 self._go_cold(None)
 
+    def backend_changing(self, owner: Any, name: str) -> None:
+        """An attribute of a backend class or instance is about to be set.
+
+        Raises:
+            FrozenError: while dispatch is frozen, if a plan reads it.
+        """
+        if self.frozen is not None and self._reads(owner, name):
+            self.refuse_if_frozen(f'set {name} of {owner!r}')
+
+    def _reads(self, owner: Any, name: str) -> bool:
+        """Whether plans read this attribute of this backend, or of this class's backends. What a backend keeps for itself (a
+        workspace, a counter) does not make anybody plan again."""
+        if not self._matters(name):
+            return False
+        if isinstance(owner, type):
+            return any(isinstance(backend, owner) for backend in self._backends())
+        return any(backend is owner for backend in self._backends())
+
     def _matters(self, name: str) -> bool:
-        """Whether plans read this attribute of a backend. What a backend keeps for itself (a workspace, a counter) does not
-        make anybody plan again."""
         if hasattr(BaseBackend, name):
             return True
         function = name.removesuffix('_verifier').removesuffix('_prefers')
@@ -508,12 +518,17 @@ class Dispatcher:
         return problems(self)
 
 
-def _on_change(owner: Any, name: str) -> None:
+def _before_change(owner: Any, name: str) -> None:
+    for dispatcher in _dispatchers:
+        dispatcher.backend_changing(owner, name)
+
+
+def _after_change(owner: Any, name: str) -> None:
     for dispatcher in _dispatchers:
         dispatcher.backend_changed(owner, name)
 
 
-on_change(_on_change)
+on_change(_before_change, _after_change)
 
 _default = Dispatcher('fla.ops', 'FLA', modules=_OPERATION_BACKEND_MODULES)
 
