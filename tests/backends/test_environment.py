@@ -1,13 +1,16 @@
 """Every environment variable: each literal in several spellings, unset, empty, garbage. Each row says which backend ran."""
 
+import ast
 import logging
 import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
+import fla
 from fla.ops.backends import (
     BackendBugError,
     Dispatcher,
@@ -709,3 +712,21 @@ def test_import_survives_every_value(environment, printed):
     for name, value in environment.items():
         if value != 'Yes':
             assert name in done.stderr
+
+
+# -- one way to choose ------------------------------------------------------------------------------------------------------
+
+
+def test_operations_read_no_environment_of_their_own():
+    """What chooses an implementation is a backend with a toggle, so that it is checked, explained and documented as one."""
+    root = Path(fla.__file__).parent
+    readers = []
+    for file in root.rglob('*.py'):
+        where = file.relative_to(root)
+        if where.parts[0] == 'utils' or 'backends' in where.parts:
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'))):
+            name = getattr(node, 'attr', None) or getattr(node, 'id', None) or getattr(node, 'name', None)
+            if name in ('environ', 'environb', 'getenv', 'putenv'):
+                readers.append(f'{where}:{getattr(node, "lineno", 0)}')
+    assert readers == []

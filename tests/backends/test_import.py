@@ -275,3 +275,114 @@ def test_baseline_mode_dispatches_nothing(value):
         """,
         FLA_DISABLE_BACKEND_DISPATCH=value,
     )
+
+
+EVERY_MODULE = """
+import importlib, os, pkgutil, sys
+
+def modules(package):
+    for found in pkgutil.iter_modules(package.__path__, f'{package.__name__}.'):
+        if not found.name.endswith('.__main__'):
+            yield found.name
+            if found.ispkg and found.name in sys.modules:
+                yield from modules(sys.modules[found.name])
+"""
+
+
+@pytest.mark.slow
+def test_importing_every_module_changes_nothing_elsewhere():
+    """Neither PyTorch nor the environment nor the root logger, and no device is asked for."""
+    python(
+        EVERY_MODULE
+        + """
+import logging
+import torch
+
+def driver(*_):
+    raise AssertionError('asked for a device')
+
+for name in ('_cuda_getDeviceCount', '_cuda_init', '_xpu_getDeviceCount', '_accelerator_getAccelerator'):
+    if hasattr(torch._C, name):
+        setattr(torch._C, name, driver)
+
+import torch._dynamo
+try:
+    import triton
+except ImportError:
+    pass
+watched = torch, torch.Tensor, torch.autograd, torch.compiler, torch.cuda, torch.nn, torch.nn.Module, logging.root
+before = [dict(vars(thing)) for thing in watched]
+environment = dict(os.environ)
+
+import fla
+count = 0
+for name in modules(fla):
+    try:
+        importlib.import_module(name)
+        count += 1
+    except ModuleNotFoundError as error:
+        assert error.name.split('.')[0] != 'fla', error
+assert count > 20, count
+for thing, names in zip(watched, before):
+    changed = [name for name, value in names.items() if vars(thing).get(name) is not value]
+    assert not changed, (thing, changed)
+assert dict(os.environ) == environment
+assert not torch.cuda.is_initialized()
+"""
+    )
+
+
+@pytest.mark.slow
+def test_only_kernels_need_triton():
+    """What is plain PyTorch, and every declaration, is importable without it."""
+    python(
+        EVERY_MODULE
+        + """
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('triton', 'tilelang'):
+            raise ModuleNotFoundError(f'No module named {name!r} (blocked)', name=name)
+
+sys.meta_path.insert(0, Blocker())
+import fla
+failed = []
+for name in modules(fla):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        assert error.name.split('.')[0] in ('triton', 'tilelang'), error
+        failed.append(name)
+beside = [name for name in failed if '.kernels' not in name and '.backends.' not in name]
+assert not beside, beside
+"""
+    )
+
+
+def test_handlers_belong_to_the_application():
+    """Warnings are seen until the application configures logging, and from then on once and only by its handlers."""
+    done = python(
+        """
+        import io
+        import logging
+
+        kind = logging.getLoggerClass()
+        import fla.ops.backends
+        from fla.ops.backends import logs
+
+        assert logging.root.handlers == []
+        assert logging.root.level == logging.WARNING
+        assert logging.getLoggerClass() is kind
+        assert logs.logger.propagate
+        assert logs.logger.level == logging.NOTSET
+        assert all(isinstance(handler, logging.NullHandler) for handler in logs.logger.handlers)
+        logs.logger.info('quiet')
+        logs.logger.warning('first')
+        stream = io.StringIO()
+        logging.basicConfig(stream=stream, format='%(message)s')
+        logs.logger.warning('second')
+        assert stream.getvalue().split() == ['second']
+        """
+    )
+    assert done.stderr.count('first') == 1
+    assert 'second' not in done.stderr
+    assert 'quiet' not in done.stderr

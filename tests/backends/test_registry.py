@@ -1,14 +1,17 @@
 """Who is registered: registration, its checks, its handle, provenance, listeners."""
 
+import ast
 import logging
 import math
 import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+import fla.ops.backends
 from fla.ops.backends import (
     BackendBugError,
     BackendRegistry,
@@ -962,3 +965,33 @@ def test_a_new_backend_at_the_address_of_an_old_one_is_asked_itself(toy, monkeyp
         handle = toy.registry.register(one(n % 2 == 0))
         assert (toy.f(Q, Q) if n % 2 == 0 else toy.ran()) == ('a' if n % 2 == 0 else 'default')
         handle.remove()
+
+
+def test_every_declared_fact_is_read():
+    """A fact that nothing reads would be believed and not enforced."""
+    package = Path(fla.ops.backends.__file__).parent
+    read = set()
+    for file in package.rglob('*.py'):
+        if file.name != 'declaration.py':  # looks at the form of all of them and acts on none
+            nodes = ast.walk(ast.parse(file.read_text(encoding='utf-8')))
+            read |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    facts = {name for name, kind in vars(BaseBackend)['__annotations__'].items() if 'ClassVar' in str(kind)}
+    assert {'priority', 'devices', 'dtypes', 'min_capability', 'grad'} <= facts
+    # `tolerance` is for tests of kernels, `retryable` for the handling of failures, which is not there yet
+    assert facts - read <= {'tolerance', 'retryable'}
+
+
+def test_a_function_declared_in_two_files_warns_with_both(caplog):
+    source = "@dispatch('registry_twice')\ndef f(q):\n    return VERSION\n"
+    made = []
+    for file in ('/tmp/one.py', '/tmp/two.py'):
+        scope = {'dispatch': dispatch, 'VERSION': file, '__name__': 'registry_twice'}
+        exec(compile(source, file, 'exec'), scope)
+        made.append(scope['f'])
+    (text,) = warnings_of(caplog)
+    assert 'registry_twice.f' in text
+    assert '/tmp/one.py:' in text
+    assert '/tmp/two.py:' in text
+    BackendRegistry('registry_twice')
+    assert [f(Q) for f in made] == ['/tmp/one.py', '/tmp/two.py']
+    assert default_dispatcher().named('registry_twice.f') is made[1]

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import sys
 
 import numpy
 import pytest
@@ -1152,3 +1153,67 @@ def test_check_tensors_tells_two_cuda_devices_apart(monkeypatch):
     toy = Toy(check=lambda q, k: check_tensors(q=q, k=k))
     with pytest.raises(ValueError, match="'k' is on cuda:1 and 'q' on cuda:0"):
         toy.f(fake('cuda:0'), fake('cuda:1'))
+
+
+# -- what a call does, and does not do --------------------------------------------------------------------------------------
+
+
+def test_a_warm_call_runs_no_code_of_the_framework():
+    """Only its own generated code, the verifiers up to the winner and the implementation, however many backends and
+    operations there are: no lock, no sorting, no question about availability."""
+    toy = Toy()
+    toy.add('gone', package_name='no_such_package_anywhere', accepts=yes)
+    toy.add('off', default_enable=False, accepts=yes)
+    toy.add('elsewhere', devices=('cuda',), accepts=yes)
+    toy.add('toggled', env_var='FLA_TOY_A', accepts=no)
+    toy.add('a', dtypes=(torch.float32,), accepts=lambda self, q: (q.shape[-1] == 8, 'K'))
+    toy.add('behind', accepts=yes)
+    for _ in range(20):
+        Toy().add('other')
+    assert toy.ran() == 'a'
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code) if event == 'call' else None)
+    try:
+        toy.f(Q, Q)
+    finally:
+        sys.setprofile(None)
+    names = [code.co_name for code in called if '/torch/' not in code.co_filename]
+    assert names == ['f', 'no', '<lambda>', 'implementation']
+    assert called[0].co_filename.startswith('<fla dispatch')
+
+
+def test_an_error_of_the_implementation_is_not_held_against_it():
+    """What was changed in place is not changed a second time by somebody else, and the next good call is served as ever."""
+    ran = []
+
+    def doubles(self, q, k, scale=None, flag=False):
+        ran.append(self.backend_type)
+        q.mul_(2)
+        if flag:
+            raise RuntimeError('out of memory')
+        return q
+
+    toy = Toy()
+    toy.add('a', f=doubles)
+    toy.add('b', f=doubles)
+    for _ in range(6):
+        q = torch.ones(2, 8)
+        with pytest.raises(RuntimeError, match='out of memory'):
+            toy.f(q, Q, flag=True)
+        assert torch.equal(q, torch.full((2, 8), 2.0))
+    assert ran == ['a'] * 6
+    assert explain(toy.f, Q, Q).winner == 'a'
+    assert torch.equal(toy.f(torch.ones(2, 8), Q), torch.full((2, 8), 2.0))
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_a_verifier_may_ask_for_deterministic_algorithms(compiled):
+    toy = Toy()
+    toy.add('atomics', accepts=lambda self: (not torch.are_deterministic_algorithms_enabled(), 'is not deterministic'))
+    function = torch.compile(lambda q: toy.f(q, q), backend='eager', fullgraph=True) if compiled else lambda q: toy.f(q, q)
+    try:
+        for wanted in (False, True, False, True):
+            torch.use_deterministic_algorithms(wanted)
+            assert toy.name_of(function(Q)) == ('default' if wanted else 'atomics')
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -41,10 +41,15 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ValueError(f'the head dim of {name} must be between 1 and {MAX_HEAD_DIM}, got {size}')
 
 
-def check_per_token(name: str, tensor: torch.Tensor, q: torch.Tensor, v: torch.Tensor, *, per_channel: bool = False) -> None:
-    """A gate or beta: `[B, T, HV]`, or per channel `[B, T, HV, K]`; the dtype of q or float32."""
-    wanted = [q.shape[0], q.shape[1], v.shape[2], *([q.shape[3]] if per_channel else [])]
-    _shape(name, tensor, wanted, '[B, T, HV, K]' if per_channel else '[B, T, HV]')
+def check_per_token(
+    name: str, tensor: torch.Tensor, q: torch.Tensor, v: torch.Tensor, channels: int | torch.SymInt | None = None
+) -> None:
+    """A gate or beta: `[B, T, HV]`, or with one value per channel `[B, T, HV, channels]`; the dtype of q or float32."""
+    wanted = [q.shape[0], q.shape[1], v.shape[2]]
+    if channels is None:
+        _shape(name, tensor, wanted, '[B, T, HV]')
+    else:
+        _shape(name, tensor, [*wanted, channels], '[B, T, HV, channels]')
     check_companion(name, tensor, q)
 
 
@@ -154,6 +159,18 @@ def check_lower_bound(safe_gate: bool, use_gate_in_kernel: bool, lower_bound: fl
         raise ValueError(f'safe_gate=True with raw gates needs lower_bound in [-5, 0), got {lower_bound}')
 
 
+def check_chunk_options(
+    chunk_size: int | None, allowed: Sequence[int], chunk_indices: torch.Tensor | None, cp_context: object
+) -> None:
+    """What only the chunked forms take."""
+    if cp_context is not None:
+        raise NotImplementedError('cp_context: context parallelism is not there yet; pass None')
+    if chunk_size is not None and chunk_size not in allowed:
+        raise ValueError(f'chunk_size must be None or one of {list(allowed)}, got {chunk_size}')
+    if chunk_indices is not None and (chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2):
+        raise ValueError(f'chunk_indices must be [chunks, 2], got shape {list(chunk_indices.shape)}')
+
+
 def check_log_gate(name: str, gate: torch.Tensor) -> None:
     """Gates are logarithms of decays, at most 0. Reads values."""
     if gate.numel() and bool((gate > 0).any()):
@@ -161,6 +178,7 @@ def check_log_gate(name: str, gate: torch.Tensor) -> None:
 
 
 __all__ = [
+    'check_chunk_options',
     'check_companion',
     'check_cu_seqlens',
     'check_gate_parameters',

@@ -15,6 +15,8 @@ channel, blocks of 16 steps are done by the definition and the blocks below them
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -23,24 +25,28 @@ BLOCK = 16
 
 
 def chunked_delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One batch of equally long sequences.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    enter: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """The recurrence over chunks of inputs that are cut into chunks.
 
     Args:
-        q, k: `[N, H, T, K]`, q already scaled; v: `[N, H, T, V]`.
-        g: `[N, H, T]` or `[N, H, T, K]`; beta: `[N, H, T]`; state: `[N, H, K, V]`. All of one wide dtype.
+        q, k: `[N, H, chunks, C, K]`, q already scaled; v: `[N, H, chunks, C, V]`. C is a multiple of `BLOCK`; steps with
+            k = 0, beta = 0 and g = 0 change nothing.
+        g: `[N, H, chunks, C, K]` or, one gate per head, `[N, H, chunks, C, 1]`; beta: `[N, H, chunks, C, 1]`.
+        state: `[N, H, K, V]`. All of one wide dtype.
+        enter: called with each chunk's number and the state that reaches it; returns the state it starts from.
 
     Returns:
-        o `[N, H, T, V]`, the final state, and the states before each chunk `[N, H, ceil(T / CHUNK), K, V]`.
+        o `[N, H, chunks, C, V]`, and the states `[N, H, K, V]` before and after each chunk.
     """
-    length = q.shape[2]
-    if length == 0:
-        return v.new_zeros(v.shape), state, v.new_zeros(*state.shape[:2], 0, *state.shape[2:])
-    size = min(CHUNK, -(-length // BLOCK) * BLOCK)
-    q, k, v = (_in_chunks(x, size) for x in (q, k, v))
-    beta = _in_chunks(beta[..., None], size)
-    g = _in_chunks(g if g.dim() == 4 else g[..., None], size).cumsum(-2)
+    size = q.shape[-2]
+    g = g.cumsum(-2)
     grown = g.exp()
     left = (g[..., -1:, :] - g).exp()
     inner = _decayed_products(torch.stack((k * beta, q)), k, g)
@@ -50,19 +56,21 @@ def chunked_delta_rule(
     solved = torch.linalg.solve_triangular(eye + lower, right, upper=False, unitriangular=True)
     fresh, carried = solved.split((v.shape[-1], k.shape[-1]), -1)
     queries, keys, last = q * grown, k * left, grown[..., -1, :, None]
-    outs, states = [], []
+    outs, before, after = [], [], []
     for chunk in range(q.shape[2]):
-        states.append(state)
+        if enter is not None:
+            state = enter(chunk, state)
+        before.append(state)
         update = fresh[:, :, chunk] - carried[:, :, chunk] @ state
         outs.append(queries[:, :, chunk] @ state + attend[:, :, chunk] @ update)
         state = last[:, :, chunk] * state + keys[:, :, chunk].transpose(-1, -2) @ update
-    return torch.stack(outs, 2).flatten(2, 3)[:, :, :length], state, torch.stack(states, 2)
+        after.append(state)
+    return torch.stack(outs, 2), before, after
 
 
-def _in_chunks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`[N, H, T, D]` to `[N, H, chunks, size, D]`; the steps that fill up the last chunk change nothing."""
-    padded = F.pad(x, (0, 0, 0, -x.shape[2] % size))
-    return padded.unflatten(2, (-1, size))
+def in_chunks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`[N, H, T, D]` to `[N, H, chunks, size, D]`, the last chunk filled up with zeros."""
+    return F.pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size))
 
 
 def _decayed_products(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def states_forward(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (ceil(V / BV), N * HV).
+    """Grid (N * HV * ceil(V / BV),): one axis, because the others end at 65,535.
 
     Args:
         k: `[B, T, H, K]` by strides; with PER_CHANNEL the keys e^{G_C - G} k `[B, T, HV, K]` contiguous instead.
@@ -56,7 +56,8 @@ def states_forward(
         h: `[rows, HV, K, V]`, states before each chunk; v_new: `[B, T, HV, V]`; both written, in k's dtype.
         initial, final: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`.
     """
-    vb, nh = tl.program_id(0), tl.program_id(1)
+    pid = tl.program_id(0)
+    vb, nh = pid % tl.cdiv(V, BV), pid // tl.cdiv(V, BV)
     n, hv = nh // HV, nh % HV
     if PACKED:
         start, end = sequence_span(cu_seqlens, n, T)

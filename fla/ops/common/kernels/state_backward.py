@@ -140,6 +140,7 @@ def states_backward(
         tl.store(du_ptr + first * HV * V + of_v, dU, mask=v_mask)
         W = tl.load(w_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
         dS += tl.dot(tl.trans(Q), dO, input_precision=PRECISION)
-        dS -= tl.dot(tl.trans(W), dU.to(W.dtype), input_precision=PRECISION)
+        # added, since a product that is subtracted gets registers of its own
+        dS += tl.dot(tl.trans(W), -dU, input_precision=PRECISION)
     if HAS_INITIAL:
         tl.store(d_initial + state_at, dS.to(d_initial.dtype.element_ty), mask=state_mask)

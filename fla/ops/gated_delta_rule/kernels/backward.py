@@ -251,7 +251,7 @@ def within(
         along += D * values.to(tl.float32)
         D = D.to(du.dtype.element_ty)
         tl.store(du + at, D, mask=mask)
-        slope -= tl.dot(D, tl.trans(update), input_precision=PRECISION)
+        slope += tl.dot(D, tl.trans(update), input_precision=PRECISION)
     to_beta = tl.sum(along, 1)
     product = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
@@ -260,7 +260,7 @@ def within(
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
         product += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     decay = tl.where(strict, tl.exp(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
-    slope *= decay * k_norm[:, None] * k_norm[None, :]
+    slope *= -decay * k_norm[:, None] * k_norm[None, :]
     flow = product * slope
     to_beta += tl.sum(flow, 1)
     flow *= bt[:, None]
@@ -367,7 +367,7 @@ def through(
         dO = tl.load(do + at, mask=mask, other=0.0)
         dE = tl.load(D + at, mask=mask, other=0.0)
         to_q += tl.dot(dO, tl.trans(S), input_precision=PRECISION)
-        to_k -= tl.dot(dE, tl.trans(S), input_precision=PRECISION)
+        to_k += tl.dot(dE, tl.trans(S), input_precision=PRECISION)
     mask = inside[:, None] & in_k[None, :]
     Q = tl.load(q_ptr + time * q_t + channels[None, :], mask=mask, other=0.0)
     keys = tl.load(k_ptr + time * k_t + channels[None, :], mask=mask, other=0.0)
@@ -378,7 +378,7 @@ def through(
     at = token * K + (own * K + channels[None, :])
     tl.store(dq + at, to_q.to(dq.dtype.element_ty), mask=mask)
     bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
-    to_k *= grown[:, None]
+    to_k *= -grown[:, None]
     to_beta = tl.sum(keys.to(tl.float32) * to_k, 1)
     share = (1 + kb).to(tl.int64) * tokens * HV
     tl.store(d_beta + share + one, to_beta, mask=inside)

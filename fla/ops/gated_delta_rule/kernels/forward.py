@@ -153,8 +153,8 @@ def outputs(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (ceil(V / BV), rows * HV): o = scale (e^G Q S + tril(Q K^T e^{G - G'}) U')."""
-    vb, pid = tl.program_id(0), tl.program_id(1)
+    """Grid (rows * HV * ceil(V / BV),): o = scale (e^G Q S + tril(Q K^T e^{G - G'}) U')."""
+    vb, pid = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
     if n < 0:

@@ -99,7 +99,7 @@ def chunk_forward(
     h, v_new, final = _states(k, w, u, G, rk, initial_state, cu_seqlens, layout, options, output_final_state, common, rule)
     o = _empty(v, batch, length, heads, dim_v)
     block_v = min(triton.next_power_of_2(max(dim_v, 16)), 64 if rule.tight else 128)
-    outputs[(triton.cdiv(dim_v, block_v), chunks)](
+    outputs[(triton.cdiv(dim_v, block_v) * chunks,)](
         *(q, k, v_new, G, rk, h, o, cu_seqlens, layout.table, options.scale, length),
         *(*q.stride()[:3], *k.stride()[:3]),
         **common,
@@ -268,7 +268,7 @@ def _states(
     if output_final_state:
         shape = (dim_v, dim_k) if options.state_v_first else (dim_k, dim_v)
         final = _empty(u, layout.count, heads, *shape, dtype=torch.float32)
-    states_forward[(triton.cdiv(dim_v, rule.state_block_v), layout.count * heads)](
+    states_forward[(triton.cdiv(dim_v, rule.state_block_v) * layout.count * heads,)](
         *(k, w, u, G, rk, h, v_new, None if initial_state is None else initial_state.contiguous(), final),
         *(cu_seqlens, layout.offsets, G.shape[1], *k.stride()[:3]),
         **common,

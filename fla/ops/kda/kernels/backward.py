@@ -35,8 +35,8 @@ def outputs_backward(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (ceil(V / BV), rows * HV): du = attend^T do, what of the gradient of U' stays in the chunk. All contiguous."""
-    vb, pid = tl.program_id(0), tl.program_id(1)
+    """Grid (rows * HV * ceil(V / BV),): du = attend^T do, what of the gradient of U' stays in the chunk. All contiguous."""
+    vb, pid = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
     if n < 0:
@@ -109,7 +109,7 @@ def pairs_backward(
     Args:
         lower, inverse (SIZE), v_new (V), h: of the forward. do, du: gradients of o and v_new, contiguous (V).
         d_attend: written, scale * (dM + dM^T), its diagonal once (SIZE). May be the memory of `attend`.
-        d_lower: written, dA + dA^T for A = `lower` (SIZE). May be `lower`.
+        d_lower: written, dA + dA^T for A = `lower` (SIZE). May be `inverse`.
         d_grown: written, the gradient of e^G k, k normalised (K).
         dv: written (V). May be `du`: each tile of that has been read for the last time when it is overwritten.
         dbeta: written, of beta as given. rq, rk: written with NORMALISE, 1 / norm of q and k, float32.
@@ -190,7 +190,7 @@ def pairs_backward(
     tl.store(dbeta + token + own1, db.to(dbeta.dtype.element_ty), mask=inside)
     dA = dL * bt[:, None]
     dA += tl.trans(dA)
-    # `lower` was read by other threads
+    # `inverse` was read by other threads
     tl.debug_barrier()
     tl.store(d_lower + square, dA.to(d_lower.dtype.element_ty), mask=inside[:, None])
 
@@ -199,6 +199,8 @@ def pairs_backward(
 def level_backward(
     Q,
     keys,
+    q_norm,
+    k_norm,
     G_tile,
     G_ptr,
     steps,
@@ -223,11 +225,12 @@ def level_backward(
     rounded factors, so that outside of i to j they cancel."""
     decay = level_decay(G_tile, G_ptr, steps, cols, inside, count, half, HV, K)
     block = steps // half
-    second = (block % 2 == 1)[:, None]
-    meet = (block[:, None] ^ block[None, :]) == 1
-    meet &= (steps < count)[:, None]
-    x = (tl.where(second, Q, keys) * decay).to(d_attend.dtype.element_ty)
-    y = (keys * decay).to(d_lower.dtype.element_ty)
+    second = block % 2 == 1
+    meet = ((block[:, None] ^ block[None, :]) == 1) & (steps < count)[:, None]
+    own_norm = tl.where(second, q_norm, k_norm)[:, None]
+    second = second[:, None]
+    x = (tl.where(second, Q, keys).to(tl.float32) * decay * own_norm).to(Q.dtype)
+    y = (keys.to(tl.float32) * decay * k_norm[:, None]).to(Q.dtype)
     dx = tl.dot(tl.load(d_attend + square, mask=meet, other=0.0), x, input_precision=PRECISION)
     dy = tl.dot(tl.load(d_lower + square, mask=meet, other=0.0), y, input_precision=PRECISION)
     through = x.to(tl.float32) * dx + y.to(tl.float32) * dy
@@ -316,7 +319,7 @@ def channels_backward(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (ceil(K / BK), rows * HV).
+    """Grid (rows * HV * ceil(K / BK),).
 
     Args:
         do: contiguous. dh: `[rows, HV, K, V]`, gradient of the state after each chunk.
@@ -326,7 +329,7 @@ def channels_backward(
         dA_log: written with HAS_A, each program's part, float32 `[rows, HV, ceil(K / BK)]`.
         ddt_bias: written with HAS_BIAS, each chunk's part, float32 `[rows, HV, K]`.
     """
-    kb, pid = tl.program_id(0), tl.program_id(1)
+    kb, pid = tl.program_id(0) % tl.cdiv(K, BK), tl.program_id(0) // tl.cdiv(K, BK)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
     if n < 0:
@@ -370,28 +373,36 @@ def channels_backward(
         kept += tl.sum(S * dS, 1)
     Q = tl.load(q + batch64 * q_b + first64 * q_t + head * q_h + time * q_t + cols[None, :], mask=mask, other=0.0)
     keys = tl.load(k + batch64 * k_b + first64 * k_t + head * k_h + time * k_t + cols[None, :], mask=mask, other=0.0)
-    Q, keys = Q.to(tl.float32), keys.to(tl.float32)
+    q_norm = tl.full([SIZE], 1.0, tl.float32)
+    k_norm = tl.full([SIZE], 1.0, tl.float32)
     if NORMALISE:
-        Q *= tl.load(rq + token + own1, mask=inside, other=0.0)[:, None]
-        keys *= tl.load(rk + token + own1, mask=inside, other=0.0)[:, None]
+        q_norm = tl.load(rq + token + own1, mask=inside, other=0.0)
+        k_norm = tl.load(rk + token + own1, mask=inside, other=0.0)
+    unit_Q, unit_keys = Q.to(tl.float32) * q_norm[:, None], keys.to(tl.float32) * k_norm[:, None]
     Gc = tl.load(G + at, mask=mask, other=0.0)
     G_last = tl.load(G + token * K + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
     grown = tl.exp(Gc)
     d_query = d_queries * grown * scale
     d_key = tl.load(d_grown + at, mask=mask, other=0.0).to(tl.float32) * grown
-    dG = Q * d_query + keys * d_key
+    dG = unit_Q * d_query + unit_keys * d_key
     left = d_left * tl.exp(G_last[None, :] - Gc)
     d_key += left
     # the keys that the next state takes carry e^{G_C - G}, of the last step 1 whatever G is
-    carried = tl.where((steps < count - 1)[:, None], keys * left, 0.0)
+    carried = tl.where((steps < count - 1)[:, None], unit_keys * left, 0.0)
     at_last = tl.sum(carried, 0) + kept * tl.exp(G_last)
     dG += tl.where((steps == count - 1)[:, None], at_last[None, :], -carried)
+    # a step with itself
+    diagonal = tl.load(d_attend + token * SIZE + own1 * SIZE + steps, mask=inside, other=0.0).to(tl.float32)[:, None]
+    d_query += diagonal * unit_keys
+    d_key += diagonal * unit_Q
     # within the chunk
     square = token * SIZE + own * SIZE + steps[None, :]
     for level in range(6):
         d_query, d_key, dG = level_backward(
             Q,
             keys,
+            q_norm,
+            k_norm,
             Gc,
             G + token * K,
             steps,
@@ -421,9 +432,8 @@ def channels_backward(
         if HAS_BIAS:
             part_bias = tl.sum(tl.where(mask, d_gate, 0.0), 0)
             tl.store(ddt_bias + (row.to(tl.int64) * HV + hv) * K + cols, part_bias, mask=cols < K)
-    diagonal = tl.load(d_attend + token * SIZE + own1 * SIZE + steps, mask=inside, other=0.0).to(tl.float32)[:, None]
-    tl.store(dq + at, (d_query + diagonal * keys).to(dq.dtype.element_ty), mask=mask)
-    tl.store(dk + at, (d_key + diagonal * Q).to(dk.dtype.element_ty), mask=mask)
+    tl.store(dq + at, d_query.to(dq.dtype.element_ty), mask=mask)
+    tl.store(dk + at, d_key.to(dk.dtype.element_ty), mask=mask)
     # boundaries of G were read by other threads
     tl.debug_barrier()
     tl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=mask)

@@ -2,8 +2,8 @@
 
 With one decay per channel, the scores of a chunk, sum_c x_ic e^{G_ic - G_jc} k_jc for j < i, are no plain product. They are
 split by halves: at level s the chunk falls into pairs of blocks of s steps, and a step i of the second block sees a step j
-of the first one through the boundary r between them, e^{G_i - G_r} e^{G_r - G_j}. Each pair i > j meets at exactly one of the
-six levels 32, 16, …, 1, so that six products of tensor cores give all scores, with every exponent at most 0.
+of the first one through the boundary r between them, e^{G_i - G_r} e^{G_r - G_j}. Each pair i > j meets at exactly one of
+the six levels 32, 16, …, 1, so that six products of tensor cores give all scores, with every exponent at most 0.
 """
 
 from __future__ import annotations
@@ -343,8 +343,8 @@ def outputs(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (ceil(V / BV), rows * HV): o = qg S + attend U'."""
-    vb, pid = tl.program_id(0), tl.program_id(1)
+    """Grid (rows * HV * ceil(V / BV),): o = qg S + attend U'."""
+    vb, pid = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
     if n < 0:

@@ -139,7 +139,7 @@ def chunk_forward(
     o = v.new_empty(v.shape)
     K, V = k.shape[-1], v.shape[-1]
     BV = _block(V, 64)
-    outputs[(triton.cdiv(V, BV), layout.rows * v.shape[2])](
+    outputs[(triton.cdiv(V, BV) * layout.rows * v.shape[2],)](
         chunks.qg,
         chunks.attend,
         chunks.v_new,
@@ -185,7 +185,7 @@ def chunk_backward(
 
     du = torch.empty_like(chunks.v_new)
     BV = _block(V, 64)
-    outputs_backward[(triton.cdiv(V, BV), programs)](
+    outputs_backward[(triton.cdiv(V, BV) * programs,)](
         chunks.attend,
         do,
         du,
@@ -205,7 +205,7 @@ def chunk_backward(
         d_initial = torch.empty_like(initial_state)
     d_final = None if d_final is None else d_final.contiguous()
     BV = _state_block(K, V)
-    states_backward[(triton.cdiv(V, BV), layout.count * HV)](
+    states_backward[(triton.cdiv(V, BV) * layout.count * HV,)](
         chunks.qg,
         chunks.kg,
         chunks.w,
@@ -305,7 +305,7 @@ def chunk_backward(
         dA_parts = parts(layout.rows, HV, kblocks, dtype=torch.float32, device=k.device)
     if settings.gate and dt_bias is not None:
         dbias_parts = parts(layout.rows, HV, K, dtype=torch.float32, device=k.device)
-    channels_backward[(kblocks, programs)](
+    channels_backward[(kblocks * programs,)](
         q,
         k,
         g,
@@ -461,7 +461,7 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
     )
     h = torch.empty(layout.rows, HV, K, V, dtype=k.dtype, device=k.device)
     BV = _state_block(K, V)
-    states_forward[(triton.cdiv(V, BV), layout.count * HV)](
+    states_forward[(triton.cdiv(V, BV) * layout.count * HV,)](
         kg,
         w,
         u,

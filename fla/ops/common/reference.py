@@ -1,0 +1,193 @@
+"""The gated delta rule in plain PyTorch, behind the `reference` backends: every device, dtype and argument.
+
+Differentiable twice, also under `torch.func`; runs on meta and fake tensors and inside torch.compile, because nothing
+depends on a value: packed sequences are laid out by indices that are computed on their device, as many chunks as there can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fla.ops.common.chunked import BLOCK, CHUNK, chunked_delta_rule, in_chunks
+from fla.ops.common.gates import wide
+
+
+@dataclass(frozen=True)
+class Result:
+    """o `[B, T, HV, V]` in v's dtype, the final state and the states before each chunk `[B, chunks, HV, K, V]`, wide."""
+
+    o: torch.Tensor
+    final: torch.Tensor
+    states: torch.Tensor
+
+
+@contextlib.contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """float32 inside stays float32. Entered only where autocast is on: it costs more than a decode step."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor,
+    scale: float | None,
+    initial_state: torch.Tensor | None,
+    state_v_first: bool,
+    cu_seqlens: torch.Tensor | None,
+    gv: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+) -> Result:
+    """The whole operation, of wide or narrow tensors whose gates and norms are done.
+
+    Args:
+        q, k: `[B, T, H, K]`; v: `[B, T, HV, V]`.
+        g: log decay `[B, T, HV]`, per key channel `[B, T, HV, K]`, or None; gv: per value channel `[B, T, HV, V]`.
+        beta: `[B, T, HV]`.
+        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`, the layout of the returned states too.
+        chunk_size: steps per chunk; None: 64.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dtype = v.dtype
+    groups = v.shape[2] // q.shape[2]
+    heads_first = [wide(x).transpose(1, 2) for x in (q, k, v)]
+    q, k = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in heads_first[:2])
+    v, q = heads_first[2], q * scale
+    beta = wide(beta).transpose(1, 2)[..., None]
+    if g is None:
+        g = beta.new_zeros(beta.shape)
+    else:
+        g = wide(g).transpose(1, 2)
+        g = g if g.dim() == 4 else g[..., None]
+    count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is None:
+        state = v.new_zeros(count, v.shape[1], k.shape[-1], v.shape[-1])
+    else:
+        state = wide(initial_state).to(v.dtype)
+        state = state.transpose(-1, -2) if state_v_first else state
+    with without_autocast(q.device):
+        if gv is not None:
+            o, final = _steps(q, k, v, g, wide(gv).transpose(1, 2), beta, state, cu_seqlens)
+            states = state[:, None]
+        elif q.shape[2] == 1 and cu_seqlens is None:
+            o, final = _step(q, k, v, g, beta, state)
+            states = state[:, None]
+        elif cu_seqlens is None:
+            o, final, states = _equal(q, k, v, g, beta, state, chunk_size)
+        else:
+            o, final, states = _packed(q, k, v, g, beta, state, cu_seqlens, chunk_size)
+    if state_v_first:
+        final, states = final.transpose(-1, -2), states.transpose(-1, -2)
+    return Result(o.transpose(1, 2).to(dtype).contiguous(), final.contiguous(), states.contiguous())
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> Pair:
+    """A single step of every sequence: what decoding asks for."""
+    state = state * g.exp().transpose(-1, -2)
+    update = beta * (v - k @ state)
+    state = state + k.transpose(-1, -2) @ update
+    return q @ state, state
+
+
+def _steps(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    gv: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+) -> Pair:
+    """Step by step, for decays of value channels, which have no chunked form. Reads `cu_seqlens` on the host."""
+    if cu_seqlens is not None:
+        ends = cu_seqlens.tolist()
+        parts = [
+            _steps(*(x[:, :, start:end] for x in (q, k, v, g, gv, beta)), state[n : n + 1], None)
+            for n, (start, end) in enumerate(itertools.pairwise(ends))
+        ]
+        return torch.cat([o for o, _ in parts], 2), torch.cat([s for _, s in parts])
+    outs = []
+    for t in range(q.shape[2]):
+        now = slice(t, t + 1)
+        state = state * gv[:, :, now].exp()
+        o, state = _step(q[:, :, now], k[:, :, now], v[:, :, now], g[:, :, now], beta[:, :, now], state)
+        outs.append(o)
+    return torch.cat(outs, 2) if outs else v, state
+
+
+def _equal(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    chunk_size: int | None,
+) -> Triple:
+    """Sequences of one length, in chunks."""
+    length = q.shape[2]
+    if length == 0 or q.shape[0] == 0:
+        return v, state, state.new_zeros(state.shape[0], 0, *state.shape[1:])
+    size = min(chunk_size or CHUNK, -(-length // BLOCK) * BLOCK)
+    o, before, after = chunked_delta_rule(*(in_chunks(x, size) for x in (q, k, v, g, beta)), state)
+    return o.flatten(2, 3)[:, :, :length], after[-1], torch.stack(before, 1)
+
+
+def _packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    chunk_size: int | None,
+) -> Triple:
+    """Packed sequences: each begins a chunk of its own, in as many rows of chunks as there can be."""
+    length, count, size = q.shape[2], cu_seqlens.shape[0] - 1, chunk_size or CHUNK
+    if length == 0 or count == 0:
+        return v, state, state.new_zeros(1, 0, *state.shape[1:])
+    starts = cu_seqlens[:-1].clamp(0, length)
+    lengths = (cu_seqlens[1:].clamp(0, length) - starts).clamp(min=0)
+    chunks = -(-lengths // size)
+    ends = chunks.cumsum(0)
+    rows = torch.arange(-(-length // size) + count, device=q.device)
+    sequence = torch.searchsorted(ends, rows, right=True).clamp(max=count - 1)
+    chunk = rows - (ends - chunks)[sequence]
+    used = rows < ends[-1]
+    offset = chunk[:, None] * size + torch.arange(size, device=q.device)
+    inside = used[:, None] & (offset < lengths[sequence][:, None])
+    token = torch.where(inside, starts[sequence][:, None] + offset, 0)
+    # not a product with 0: a NaN would reach other sequences
+    cut = [torch.where(inside[:, :, None], x[:, :, token], 0) for x in (q, k, v, g, beta)]
+    first = (chunk == 0) & used
+
+    def enter(row: int, reached: torch.Tensor) -> torch.Tensor:
+        return torch.where(first[row], state[sequence[row]][None], reached)
+
+    o, before, after = chunked_delta_rule(*cut, torch.zeros_like(state[:1]), enter)
+    finals = torch.cat(after)[(ends - 1).clamp(min=0)]
+    final = torch.where((lengths > 0)[:, None, None, None], finals, state)
+    # every token has one slot; slots outside any sequence are dropped
+    slots = torch.where(inside, token, length).flatten()
+    place = torch.zeros(length + 1, dtype=slots.dtype, device=q.device)
+    place = place.scatter(0, slots, torch.arange(slots.shape[0], device=q.device))
+    return o.flatten(2, 3)[:, :, place[:length]], final, torch.stack(before, 1)

@@ -1,0 +1,46 @@
+"""What every Triton default does around its kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+# device types on which Triton kernels can be launched; tensors of a CPU only under its interpreter
+DEVICES = ('cuda', 'xpu', 'cpu') if os.environ.get('TRITON_INTERPRET') == '1' else ('cuda', 'xpu')
+
+
+def require_triton(function: str, q: torch.Tensor) -> None:
+    """A sentence instead of what Triton would say.
+
+    Raises:
+        RuntimeError: for tensors that a Triton kernel cannot be launched on.
+    """
+    if q.device.type not in DEVICES:
+        raise RuntimeError(
+            f'{function}: the default implementation is written in Triton and needs a GPU; q is on {q.device}. Without '
+            'FLA_DISABLE_BACKEND_DISPATCH the plain PyTorch backend `reference` serves such tensors.'
+        )
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which in an autograd thread, or beside a second GPU, is not the tensor's."""
+    if tensor.is_cuda and torch.cuda.current_device() != tensor.get_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
+
+
+def no_steps(
+    q: torch.Tensor, v: torch.Tensor, count: Any, initial_state: torch.Tensor | None, output_final_state: bool, v_first: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """No steps: nothing comes out, and the state stays."""
+    final = None
+    if output_final_state:
+        dims = (v.shape[3], q.shape[3]) if v_first else (q.shape[3], v.shape[3])
+        final = v.new_zeros((count, v.shape[2], *dims), dtype=torch.float32)
+        if initial_state is not None:
+            final = initial_state.to(torch.float32, copy=True)
+    return v.new_empty(v.shape), final

@@ -1,0 +1,83 @@
+"""Plain PyTorch: what a CPU gets, and what every other backend is compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from fla.ops.backends import BaseBackend
+from fla.ops.common.gates import beta_sigmoid, gdn_gate, l2norm
+from fla.ops.common.reference import delta_rule
+
+
+class GatedDeltaRuleReference(BaseBackend):
+    """Every device, dtype and argument; differentiable twice."""
+
+    backend_type = 'reference'
+    kind = 'reference'
+
+    def chunk_gated_delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        scale: float | None = None,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        state_v_first: bool = False,
+        cu_seqlens: torch.Tensor | None = None,
+        cu_seqlens_cpu: torch.Tensor | None = None,
+        chunk_indices: torch.Tensor | None = None,
+        cp_context: object = None,
+        *,
+        use_gate_in_kernel: bool = False,
+        A_log: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        chunk_size: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # cu_seqlens_cpu and chunk_indices say nothing that cu_seqlens does not; the check has refused a cp_context
+        del cu_seqlens_cpu, chunk_indices, cp_context
+        q, k = (l2norm(q), l2norm(k)) if use_qk_l2norm_in_kernel else (q, k)
+        if use_gate_in_kernel and A_log is not None:
+            g = gdn_gate(g, A_log, dt_bias)
+        beta = beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
+        result = delta_rule(q, k, v, g, beta, scale, initial_state, state_v_first, cu_seqlens, chunk_size=chunk_size)
+        return result.o, result.final if output_final_state else None
+
+    def fused_recurrent_gated_delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None = None,
+        gk: torch.Tensor | None = None,
+        gv: torch.Tensor | None = None,
+        beta: torch.Tensor | None = None,
+        scale: float | None = None,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        state_v_first: bool = False,
+        cu_seqlens: torch.Tensor | None = None,
+        *,
+        use_gate_in_kernel: bool = False,
+        A_log: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k = (l2norm(q), l2norm(k)) if use_qk_l2norm_in_kernel else (q, k)
+        if use_gate_in_kernel and g is not None and A_log is not None:
+            g = gdn_gate(g, A_log, dt_bias)
+        if gk is not None:
+            g = gk if g is None else gk + g[..., None]
+        if beta is None:
+            beta = torch.ones_like(v[..., 0])
+        elif use_beta_sigmoid_in_kernel:
+            beta = beta_sigmoid(beta, allow_neg_eigval)
+        result = delta_rule(q, k, v, g, beta, scale, initial_state, state_v_first, cu_seqlens, gv=gv)
+        return result.o, result.final if output_final_state else None

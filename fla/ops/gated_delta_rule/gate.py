@@ -1,0 +1,27 @@
+"""The gate of the gated delta rule: from raw values to log decays."""
+
+from __future__ import annotations
+
+import torch
+
+from fla.ops.common.gates import gdn_gate
+
+
+def naive_gdn_gate(g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`-exp(A_log) * softplus(g + dt_bias)`, in float32 (float64 for float64).
+
+    Args:
+        g: raw gate `[..., HV]`.
+        A_log, dt_bias: `[HV]`.
+    """
+    return gdn_gate(g, A_log, dt_bias)
+
+
+def fused_gdn_gate(
+    g: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor | None = None,
+    output_dtype: torch.dtype | None = torch.float32,
+) -> torch.Tensor:
+    """`naive_gdn_gate` in `output_dtype` (None: the dtype of g). `use_gate_in_kernel=True` saves this pass altogether."""
+    return gdn_gate(g, A_log, dt_bias).to(output_dtype or g.dtype)

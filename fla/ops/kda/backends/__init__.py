@@ -1,0 +1,9 @@
+"""Backends of Kimi delta attention."""
+
+from __future__ import annotations
+
+from fla.ops.backends import BackendRegistry
+from fla.ops.kda.backends.reference import KDAReference
+
+kda_registry = BackendRegistry('kda')
+kda_registry.register(KDAReference())

@@ -1,0 +1,35 @@
+"""The gates of Kimi delta attention: from raw values to log decays per channel."""
+
+from __future__ import annotations
+
+import torch
+
+from fla.ops.common.gates import kda_gate
+
+
+def naive_kda_gate(g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`-exp(A_log) * softplus(g + dt_bias)`, in float32 (float64 for float64).
+
+    Args:
+        g: raw gate `[..., HV, K]`.
+        A_log: `[HV]`. dt_bias: `[HV * K]`.
+    """
+    return kda_gate(g, A_log, dt_bias)
+
+
+def naive_kda_lowerbound_gate(
+    g: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None = None, lower_bound: float = -5.0
+) -> torch.Tensor:
+    """`lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`; without A_log the factor is 1. Shapes as for `naive_kda_gate`."""
+    return kda_gate(g, A_log, dt_bias, lower_bound)
+
+
+def fused_kda_gate(
+    g: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype | None = torch.float32,
+) -> torch.Tensor:
+    """Either gate in `output_dtype` (None: the dtype of g). `use_gate_in_kernel=True` saves this pass altogether."""
+    return kda_gate(g, A_log, dt_bias, lower_bound).to(output_dtype or g.dtype)
