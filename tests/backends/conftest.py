@@ -1,12 +1,11 @@
 """Every test of the framework starts and ends with a fresh dispatcher, environment and Dynamo."""
 
-import logging
 import os
 import sys
 
 import pytest
 
-from fla.ops.backends import default_dispatcher, logs
+from fla.ops.backends import default_dispatcher
 from tests.backends.library import Library
 
 
@@ -17,8 +16,6 @@ def fresh_dispatch(monkeypatch):
     default_dispatcher().reset()
     yield
     default_dispatcher().reset()
-    logs.set_threshold(logging.WARNING)
-    logs.logger.setLevel(logging.NOTSET)
     if 'torch._dynamo' in sys.modules:
         sys.modules['torch._dynamo'].reset()
 

@@ -439,3 +439,32 @@ def test_a_thread_that_plans_does_not_block_one_that_calls():
     thread.join(20)
     assert not thread.is_alive()
     assert slow.ran() == 'slow'
+
+
+@pytest.mark.parametrize('change', ['registration', 'removal', 'policy', 'scope', 'attribute'])
+def test_what_changes_while_a_plan_is_made_is_not_lost(change):
+    """A plan that was begun before a change is not installed after it."""
+    toy = Toy()
+    late = toy.add('late', register=False, priority=1)
+    b = toy.add('b', priority=6)
+    scope = prefer_backend('b', op=toy.op)
+    changes = {
+        'registration': (lambda: toy.registry.register(late), 'late'),
+        'removal': (lambda: toy.registry.unregister('a'), 'b'),
+        'policy': (lambda: set_policy(Policy(prefer=('b',))), 'b'),
+        'scope': (scope.__enter__, 'b'),
+        'attribute': (lambda: setattr(b, 'priority', 0), 'b'),
+    }
+    change_it, expected = changes[change]
+    changed = []
+
+    def is_available(cls):
+        if not changed:
+            changed.append(change)
+            all_at_once([change_it])
+        return True
+
+    toy.add('a', is_available=classmethod(is_available))
+    assert toy.ran() == expected
+    assert changed
+    assert toy.ran() == explain(toy.f, Q, Q).winner == expected

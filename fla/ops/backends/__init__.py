@@ -20,7 +20,7 @@ from fla.ops.backends.backend import BaseBackend, Reason, Verdict
 from fla.ops.backends.checkpoint import checkpoint_contexts
 from fla.ops.backends.decorator import Dispatched, dispatch
 from fla.ops.backends.discovery import Plugin
-from fla.ops.backends.dispatcher import _OPERATION_BACKEND_MODULES, Dispatcher, default_dispatcher
+from fla.ops.backends.dispatcher import _OPERATION_BACKEND_MODULES, Dispatcher, default_dispatcher, replan_everything
 from fla.ops.backends.errors import (
     BackendBugError,
     DispatchError,
@@ -48,19 +48,19 @@ from fla.ops.backends.trace import Record, Trace, counters, last_backend, trace
 from fla.ops.backends.triton import runs_on_triton
 
 
-def set_policy(policy: Policy) -> Policy | None:
+def set_policy(policy: Policy, dispatcher: Dispatcher | None = None) -> Policy | None:
     """Set the policy of the code layer for the whole process; returns the one it replaces."""
-    return default_dispatcher().set_policy(policy)
+    return (dispatcher or default_dispatcher()).set_policy(policy)
 
 
-def get_policy() -> Policy | None:
+def get_policy(dispatcher: Dispatcher | None = None) -> Policy | None:
     """The policy of the code layer, None if none is set."""
-    return default_dispatcher().get_policy()
+    return (dispatcher or default_dispatcher()).get_policy()
 
 
-def reset_policy() -> None:
+def reset_policy(dispatcher: Dispatcher | None = None) -> None:
     """Take the policy of the code layer away."""
-    default_dispatcher().reset_policy()
+    (dispatcher or default_dispatcher()).reset_policy()
 
 
 def refresh(dispatcher: Dispatcher | None = None) -> None:
@@ -108,11 +108,13 @@ def resolve_op(name: str, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
 
 
 def set_log_level(level: int | str) -> None:
-    """Set the level of the logger `fla`; plans are made anew, so that what is logged at plan time fits."""
+    """Set the level of the logger `fla`, which all namespaces share; plans are made anew, so that what is logged then fits.
+
+    Args:
+        level: DEBUG, INFO, WARNING, ERROR or CRITICAL, or one of logging's numbers.
+    """
     _set_threshold(level)
-    owner = default_dispatcher()
-    if owner.frozen is None:
-        owner.replan()
+    replan_everything()
 
 
 __all__ = [

@@ -6,32 +6,33 @@ activations another backend's. PyTorch notices only if their metadata differ.
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
 from fla.ops.backends.policy import Layer, Policy, State
-from fla.ops.backends.scopes import enter, leave
+from fla.ops.backends.scopes import new_token
+from fla.utils.env import LIVE, live_key, text_of
 
 
 class _AsBefore:
     """Puts back the policy and the toggles of the moment it was made."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self.dispatcher, self.state, self.env = dispatcher, dispatcher.state(), dict(os.environ)
+        self.dispatcher, self.state, self.env = dispatcher, dispatcher.state(), dict(LIVE)
         self.tokens: list[int] = []
 
     def __enter__(self) -> None:
         dispatcher = self.dispatcher
-        names = {name for backend in dispatcher._backends() for name in dispatcher.toggles.variables(backend)}
-        values = tuple(sorted((name, self.env.get(name)) for name in names))
+        names = {name for backend in dispatcher.backends() for name in dispatcher.toggles.variables(backend)}
+        values = tuple(sorted((name, text_of(self.env.get(live_key(name)))) for name in names))
         pinned = State(self.state.layers, env=self.state.env if self.state.env is not None else values)
-        layer = Layer(Policy(), 'checkpoint_contexts()')
-        self.tokens.append(enter(dispatcher, 'checkpoint_contexts()', layer, pinned))
+        # on whatever thread the backward pass runs: no reason to warn of a scope that another thread holds
+        self.tokens.append(new_token())
+        dispatcher.push_scope(self.tokens[-1], Layer(Policy(), 'checkpoint_contexts()'), pinned)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        leave(self.dispatcher, self.tokens.pop())
+        self.dispatcher.pop_scope(self.tokens.pop())
 
 
 def checkpoint_contexts(

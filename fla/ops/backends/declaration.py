@@ -15,19 +15,29 @@ from fla.ops.backends.errors import RegistrationError
 from fla.utils.devices import PLATFORMS
 
 _VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
-_WORD = re.compile(r'[^\s,|;=:]+')
+# printable ASCII: the names also stand in generated code, in policies and in tables
+_WORD = re.compile(r'[!-~]+')
+_NOT_IN_WORDS = set(',|;=:')
 
 
-def check_declaration(backend: BaseBackend) -> None:
-    """Check the attributes of a backend.
+def check_facts(backend: BaseBackend, *, besides: Collection[str] = ()) -> None:
+    """Check the attributes of a backend, one by one, but for those in `besides`.
 
     Raises:
         RegistrationError: names the attribute, what it is and what it may be.
     """
     for attribute, (right, allowed) in _ATTRIBUTES.items():
-        value = getattr(backend, attribute)
-        if not right(value):
+        if attribute not in besides and not right(getattr(backend, attribute)):
             raise _wrong(backend, attribute, allowed)
+
+
+def check_declaration(backend: BaseBackend) -> None:
+    """Check what a backend says of itself.
+
+    Raises:
+        RegistrationError: names the attribute, what it is and what it may be.
+    """
+    check_facts(backend)
     name, reserved = backend.backend_type.casefold(), (*RESERVED_NAMES, *KINDS)
     if name in reserved and not (backend.backend_type == backend.kind == 'reference'):
         raise _wrong(backend, 'backend_type', f'something else: {", ".join(dict.fromkeys(reserved))} are reserved')
@@ -41,7 +51,7 @@ def _wrong(backend: BaseBackend, attribute: str, allowed: str) -> RegistrationEr
 
 
 def _is_word(value: Any) -> bool:
-    return isinstance(value, str) and _WORD.fullmatch(value) is not None
+    return isinstance(value, str) and _WORD.fullmatch(value) is not None and not _NOT_IN_WORDS & set(value)
 
 
 def _is_variable(value: Any) -> bool:
@@ -111,7 +121,7 @@ def _is_bool(value: Any) -> bool:
 _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     'backend_type': (
         lambda value: _is_word(value) and value != 'base',
-        'a name of its own without spaces and without , | ; = :',
+        'an ASCII name of its own without spaces and without , | ; = :',
     ),
     'kind': (lambda value: value in ('vendor', 'native', 'reference'), "'vendor', 'native' or 'reference'"),
     'vendor': (_or_none(_is_word), 'the name of a vendor without spaces and without , | ; = :, or None'),

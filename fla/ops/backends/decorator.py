@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import keyword
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 from fla.ops.backends.backend import DEFAULT_IMPLEMENTATION_PRIORITY, BackendMeta, BaseBackend
+from fla.ops.backends.declaration import check_facts
 from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
 from fla.ops.backends.entry import Entry, attach
 from fla.ops.backends.policy import Policy
@@ -43,7 +45,7 @@ class Dispatched(Protocol[P, R]):
         """A function of the same signature with a policy of its own, above every scope."""
 
 
-Facts = type[BaseBackend] | BaseBackend
+Facts = type[BaseBackend]
 
 
 def dispatch(
@@ -65,7 +67,7 @@ def dispatch(
             `check_values`, which is True under FLA_CHECK_VALUES=1.
         default_verifier: what the default needs: a verifier function of any of the parameters, a `BaseBackend` class that
             only declares facts (devices, dtypes, package_name, …) such as `runs_on_triton`, or both in a sequence.
-        mutates: parameters that the operation changes in place.
+        mutates: parameters that the operation changes in place; recorded for whoever retries a call, who must not then.
         dispatcher: the namespace; default: fla's own.
 
     Returns:
@@ -75,6 +77,11 @@ def dispatch(
         TypeError, ValueError: for a declaration that cannot be right.
     """
     owner = dispatcher or default_dispatcher()
+    if not getattr(sys, '_is_gil_enabled', lambda: True)():
+        raise RuntimeError(
+            '@dispatch replaces the code of running functions, which has not been tested without the GIL: '
+            'run Python with PYTHON_GIL=1, or an ordinary build'
+        )
     if not isinstance(operation, str) or not all(part.isidentifier() for part in operation.split('.')):
         raise TypeError(f"@dispatch needs the name of an operation, as in @dispatch('kda'), got {operation!r}")
 
@@ -125,7 +132,9 @@ def _split(given: Any) -> tuple[Facts | None, Callable[..., Any] | None]:
     for item in given if isinstance(given, (list, tuple)) else [given]:
         if item is None:
             continue
-        if isinstance(item, BaseBackend) or (isinstance(item, type) and issubclass(item, BaseBackend)):
+        if isinstance(item, BaseBackend):
+            raise TypeError(f'default_verifier takes the class of facts, {type(item).__qualname__}, not an instance')
+        if isinstance(item, type) and issubclass(item, BaseBackend):
             if facts is not None:
                 raise TypeError('default_verifier takes at most one class of facts')
             facts = item
@@ -139,7 +148,7 @@ def _split(given: Any) -> tuple[Facts | None, Callable[..., Any] | None]:
 
 
 def _default_backend(facts: Facts | None) -> BaseBackend:
-    base = facts if isinstance(facts, type) else type(facts) if facts is not None else BaseBackend
+    base = facts if facts is not None else BaseBackend
     fields = {
         'backend_type': 'default',
         'kind': 'default',
@@ -147,4 +156,5 @@ def _default_backend(facts: Facts | None) -> BaseBackend:
         'env_var': None,
     }
     made: BaseBackend = BackendMeta('Default', (base,), fields)()
+    check_facts(made, besides=('backend_type', 'kind', 'env_var'))
     return made

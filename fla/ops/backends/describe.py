@@ -7,7 +7,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fla.ops.backends.backend import BaseBackend, format_reason
+from fla.ops.backends.errors import unknown_name
 from fla.ops.backends.plan import Member
+from fla.ops.backends.policy import normalise
 
 if TYPE_CHECKING:
     from fla.ops.backends.dispatcher import Dispatcher
@@ -54,7 +56,11 @@ class BackendsView(Mapping[str, str]):
         return {member.name: state_of(self._entry, member) for member in self._entry.members()}
 
     def __getitem__(self, name: str) -> str:
-        return self._states()[name]
+        states = self._states()
+        known = next((own for own in states if own.casefold() == normalise(name)), None)
+        if known is None:
+            raise KeyError(str(unknown_name('backend', name, states, f' of {self._entry.key}')))
+        return states[known]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._states())
@@ -202,7 +208,8 @@ def describe(dispatcher: Dispatcher, operation: str | None = None) -> str:
                 f'{state_of(entry, member)}{mark}{toggle}  [{member.origin}]'
             )
     for name, functions in sorted(pending(dispatcher).items()):
-        lines.append(f'pending: {name}: {", ".join(functions)}')
+        if operation is None or f'{name}.'.startswith(f'{dispatcher.operation_of(operation)}.'):
+            lines.append(f'pending: {name}: {", ".join(functions)}')
     for plugin in dispatcher.discovery.plugins:
         lines.append(f'plugin {plugin.name} ({plugin.source}) {plugin.version or ""}: {plugin.error or "loaded"}')
     return '\n'.join(lines)

@@ -140,7 +140,7 @@ class Discovery:
             text,
             exc_info=True,
         )
-        if self.dispatcher.is_strict():
+        if self.dispatcher.is_strict(operation):
             raise error
 
     def exists(self, operation: str) -> bool:
@@ -184,13 +184,13 @@ class Discovery:
         if self._plugins_done.is_set():
             return True
         me = threading.get_ident()
+        if self._loading.get(me):
+            return False
         with lock:
             if self._plugins_loader is None and not self._plugins_done.is_set():
                 self._plugins_loader = me
         if self._plugins_loader != me:
             return self._plugins_done.wait(_PLUGIN_PATIENCE_SECONDS)
-        if self._loading.get(me):
-            return False
         try:
             with self._registering('plugin'):
                 self.plugins = (*self._entry_points(), *self._plugin_modules())

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fla.ops.backends import logs
@@ -21,7 +22,8 @@ from fla.ops.backends.discovery import Discovery, Plugin, in_forked_children
 from fla.ops.backends.environment import Environment
 from fla.ops.backends.errors import FrozenError, RegistrationError, UnknownNameError, unknown_name
 from fla.ops.backends.locking import lock
-from fla.ops.backends.policy import Layer, Policy, State
+from fla.ops.backends.plan import Gate
+from fla.ops.backends.policy import Effective, Layer, Policy, State
 from fla.ops.backends.registry import BackendRegistry, Listener
 from fla.ops.backends.signature import Signature, location
 from fla.ops.backends.toggles import Toggles
@@ -45,6 +47,15 @@ class Virtual:
     def __init__(self) -> None:
         # on the instance from the start: Dynamo would see it move there from the class
         self.layers: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What `freeze_dispatch()` holds fast: the policy, the toggles' values, and for each backend whether it is on."""
+
+    layers: tuple[Layer, ...]
+    env: tuple[tuple[str, str | None], ...]
+    enabled: Mapping[BaseBackend, bool]
 
 
 class Dispatcher:
@@ -83,8 +94,9 @@ class Dispatcher:
         # the undecorated functions, by key, where nothing is dispatched
         self.plain: dict[str, Callable[..., Any]] = {}
         self.traces: tuple[Trace, ...] = ()
-        self.frozen: dict[str, Any] | None = None
-        self.generation = 0
+        self.frozen: Frozen | None = None
+        # operation ('*' for all) → how often what serves it has changed
+        self._generations: dict[str, int] = {}
         self.scopes: tuple[tuple[int, Layer, State | None], ...] = ()
         # which thread entered a scope, by its token
         self.holders: dict[int, int] = {}
@@ -94,7 +106,7 @@ class Dispatcher:
         self._state = State()
         self._functions: dict[str, Entry] = {}
         self._entries: weakref.WeakSet[Entry] = weakref.WeakSet()
-        self.device_facts: Callable[[str], Any] = devices.devices_of
+        self.device_facts: Callable[[str], Sequence[devices.Device]] = devices.devices_of
         in_forked_children(self._after_fork_in_child)
         _dispatchers.append(self)
 
@@ -185,9 +197,9 @@ class Dispatcher:
         """
         operation = None if registry.operation == '*' else registry.operation
         for entry in self.functions(operation).values():
-            self.check_methods(entry.signature, entry.name, entry.place, backend)
+            self.check_methods(entry.operation, entry.signature, entry.name, entry.place, backend)
 
-    def check_methods(self, signature: Signature, function: str, place: str, backend: BaseBackend) -> None:
+    def check_methods(self, operation: str, signature: Signature, function: str, place: str, backend: BaseBackend) -> None:
         """Warn of what in a backend's methods for one function disagrees with the public function, or raise if strict."""
         for name in (function, f'{function}_verifier', f'{function}_prefers'):
             method = getattr(backend, name, None)
@@ -195,7 +207,7 @@ class Dispatcher:
                 continue
             for problem in signature.drift(method):
                 text = f'{type(backend).__qualname__}.{name} ({location(method)}) and {function} ({place}): {problem}'
-                if self.is_strict():
+                if self.is_strict(operation):
                     raise RegistrationError(text)
                 logs.warn_once(('drift', text), '%s', text)
 
@@ -212,16 +224,21 @@ class Dispatcher:
 
     def registry_changed(self, registry: BackendRegistry) -> None:
         """Called under the lock."""
-        self.generation += 1
-        self._go_cold(None if registry.operation == '*' else registry.operation)
+        self._advance(registry.operation)
 
     def operation_loaded(self, operation: str) -> None:
         """Called under the lock when all backends of an operation are known."""
-        self.generation += 1
+        self._generations[operation] = self._generations.get(operation, 0) + 1
 
-    def _go_cold(self, operation: str | None) -> None:
+    def generation(self, operation: str) -> int:
+        """Changes whenever what serves an operation does."""
+        return self._generations.get(operation, 0) + self._generations.get('*', 0)
+
+    def _advance(self, operation: str) -> None:
+        """Called under the lock: whatever serves `operation` ('*': any) is another thing now."""
+        self._generations[operation] = self._generations.get(operation, 0) + 1
         for entry in self.entries():
-            if operation is None or entry.operation == operation:
+            if operation in ('*', entry.operation):
                 entry.forget_plans()
 
     def backend_changed(self, owner: Any, name: str) -> None:
@@ -230,8 +247,7 @@ class Dispatcher:
             self.availability.forget(owner)
             self.toggles.forget(owner)
             with lock:
-                self.generation += 1
-                self._go_cold(None)
+                self._advance('*')
 
     def backend_changing(self, owner: Any, name: str) -> None:
         """An attribute of a backend class or instance is about to be set.
@@ -248,8 +264,8 @@ class Dispatcher:
         if not self._matters(name):
             return False
         if isinstance(owner, type):
-            return any(isinstance(backend, owner) for backend in self._backends())
-        return any(backend is owner for backend in self._backends())
+            return any(isinstance(backend, owner) for backend in self.backends())
+        return any(backend is owner for backend in self.backends())
 
     def _matters(self, name: str) -> bool:
         if hasattr(BaseBackend, name):
@@ -257,11 +273,21 @@ class Dispatcher:
         function = name.removesuffix('_verifier').removesuffix('_prefers')
         return any(entry.name == function for entry in list(self._functions.values()))
 
-    def _backends(self) -> Iterator[BaseBackend]:
+    def backends(self) -> Iterator[BaseBackend]:
+        """Every backend there is, covered ones and the functions' defaults included."""
         for registry in list(self.registries.values()):
             for entry in registry._entries:
                 if entry.backend is not None:
                     yield entry.backend
+        for function in self.entries():
+            yield function.default
+
+    def gate(self, backend: BaseBackend, policy: Effective) -> Gate:
+        """The toggle of a backend under a policy: live, or as it was when dispatch was frozen."""
+        if self.frozen is not None and backend in self.frozen.enabled:
+            return Gate(self.toggles.variables(backend), is_on=self.frozen.enabled[backend])
+        env = dict(policy.env) if policy.env is not None else None
+        return self.toggles.gate(backend, env, strict=policy.strict)
 
     def plugins(self) -> tuple[Plugin, ...]:
         """What was found by entry points and the plugin variable, loading it if that has not happened yet."""
@@ -276,32 +302,35 @@ class Dispatcher:
             self._read_environment()
         return self._state
 
-    def is_strict(self) -> bool:
-        """Whether bugs raise, outside any particular function."""
-        layers = self.state().layers
-        return next((bool(x.policy.strict) for x in layers if x.policy.strict is not None and x.policy.op is None), False)
+    def is_strict(self, operation: str | None = None) -> bool:
+        """Whether bugs raise: in an operation, or outside any."""
+        for layer in self.state().layers:
+            about = layer.policy.op
+            concerned = about is None or (operation is not None and f'{about}.'.startswith(f'{operation}.'))
+            if layer.policy.strict is not None and concerned:
+                return layer.policy.strict
+        return False
 
     def _read_environment(self) -> None:
-        layers = self.environment.layers()
-        with lock:
-            self._env_layers, self._env_checked = layers, False
         from fla.ops.backends.trace import follow_environment
 
-        follow_environment(self, self.environment.tracing)
-        self.push()
+        layers = self.environment.layers()
+        with lock:
+            if self._env_layers is None:  # else another thread was faster
+                self._env_layers, self._env_checked = layers, False
+                follow_environment(self, self.environment.tracing)
+                self.push()
 
     def _compose(self) -> State:
-        layers = [layer for _, layer, _ in reversed(self.scopes)]
-        if self._code is not None:
-            layers.append(self._code)
-        layers += self._env_layers or ()
-        if self.frozen is not None:  # what was in force then, also where a scope has ended since
-            layers = list(self.frozen['layers'])
-        env = tuple(sorted(self.frozen['env'].items())) if self.frozen else None
         pinned = next((state for _, _, state in reversed(self.scopes) if state is not None), None)
         if pinned is not None:
             return State(pinned.layers, bool(self.traces), pinned.env)
-        return State(tuple(layers), bool(self.traces), env)
+        if self.frozen is not None:  # what was in force then, also where a scope has ended since
+            return State(self.frozen.layers, bool(self.traces), self.frozen.env)
+        layers = [layer for _, layer, _ in reversed(self.scopes)]
+        if self._code is not None:
+            layers.append(self._code)
+        return State((*layers, *(self._env_layers or ())), bool(self.traces))
 
     def push(self) -> None:
         """Give every entry point the code for the state that is now in force."""
@@ -418,7 +447,7 @@ class Dispatcher:
                 words |= {backend.backend_type.casefold(), f'impl:{backend.impl_id.casefold()}', 'impl:default.default'}
                 if backend.vendor:
                     words.add(f'vendor:{backend.vendor.casefold()}')
-            words |= {entry.name.rpartition(':')[2].casefold() for entry in registry.registrations() if entry.error}
+            words |= {registration.name.casefold() for registration in registry.registrations()}
         return words
 
     def check_environment_once(self) -> None:
@@ -448,7 +477,7 @@ class Dispatcher:
             if not layer.policy.order:
                 for token in self.unknown_tokens(layer.policy.tokens(), None):
                     self._environment_problem(layer.source, f'unknown backend {token!r}.', self._words(None), token)
-        toggles = {name for backend in self._backends() for name in self.toggles.variables(backend)}
+        toggles = {name for backend in self.backends() for name in self.toggles.variables(backend)}
         self.environment.warn_unknown(toggles, self.discovery.variables_in_sources)
 
     def _environment_problem(self, source: str, problem: str, words: set[str] | None = None, token: str = '') -> None:
@@ -473,15 +502,13 @@ class Dispatcher:
             for registry in self.registries.values():
                 registry.retry_paths()
             self._env_layers = None
-            self.generation += 1
-            self._go_cold(None)
+            self._advance('*')
             self.push()
 
     def replan(self) -> None:
         """Every function plans again on its next call."""
         with lock:
-            self.generation += 1
-            self._go_cold(None)
+            self._advance('*')
 
     def reset(self) -> None:
         """A fresh process, for tests: no scopes, no policy, no traces, not frozen; only what the operations' own packages
@@ -503,10 +530,9 @@ class Dispatcher:
             self.availability.forget()
             self.toggles.forget()
             self.discovery.forget()
-            logs.forget()
-            self.generation += 1
+            logs.reset()
+            self._advance('*')
             for entry in self.entries():
-                entry.forget_plans()
                 entry.platforms = ()
             self._state = self._compose()
 
@@ -531,6 +557,13 @@ def _after_change(owner: Any, name: str) -> None:
 on_change(_before_change, _after_change)
 
 _default = Dispatcher('fla.ops', 'FLA', modules=_OPERATION_BACKEND_MODULES)
+
+
+def replan_everything() -> None:
+    """Every function of every namespace that is not frozen plans again on its next call."""
+    for dispatcher in _dispatchers:
+        if dispatcher.frozen is None:
+            dispatcher.replan()
 
 
 def default_dispatcher() -> Dispatcher:

@@ -1,4 +1,4 @@
-"""The decorator, and the entry point it makes.
+"""The entry point that `@dispatch` makes.
 
 The public function is one function object for life. What changes is its code:
     cold: `_d_cold(''); return _d_self(...)`; the first call, also inside a trace (which then begins anew), loads the
@@ -32,12 +32,11 @@ from fla.ops.backends.dispatcher import Dispatcher
 from fla.ops.backends.dynamo import never_a_frame, trace_anew, while_tracing
 from fla.ops.backends.errors import BackendBugError, DispatchError, NoBackendError
 from fla.ops.backends.locking import lock
+from fla.ops.backends.members import collect, serve
 from fla.ops.backends.notes import Notes
-from fla.ops.backends.plan import Facts, Member, Plan, build, overrides
-from fla.ops.backends.policy import Effective, Layer, Policy, State, effective, matches, overruled
-from fla.ops.backends.registry import Registration
-from fla.ops.backends.signature import Callee, Signature, location
-from fla.ops.backends.untraceable import findings
+from fla.ops.backends.plan import Facts, Member, Plan, build
+from fla.ops.backends.policy import Effective, Layer, Policy, State, effective, overruled
+from fla.ops.backends.signature import Signature, location
 from fla.utils.env import LIVE
 
 _serials = itertools.count()
@@ -61,12 +60,6 @@ class Kept:
 class Box:
     """Functions for the policies that are entered inside a trace, by attribute: Dynamo reads an object's attributes when it
     gets there, while it would snapshot a dictionary."""
-
-
-class _Unknown(BaseBackend):
-    """Stands for a backend registered by a path that cannot be imported."""
-
-    backend_type = 'unknown'
 
 
 @dataclass(eq=False)
@@ -104,6 +97,7 @@ class Entry:
         self.place = location(self.function)
         self.label = f'{self.dispatcher.namespace.split(".")[0]}::{self.name}'
         self._check_call = self._check_arguments()
+        self._check_default_verifier()
         self._box = Box()
         self._boxed: dict[tuple[Any, State, int], str] = {}
         self._namespace = self._make_namespace()
@@ -204,6 +198,15 @@ class Entry:
             )
         return call.arguments
 
+    def _check_default_verifier(self) -> None:
+        if self.default_verifier is not None:
+            unknown = self.signature.call(self.default_verifier).unknown
+            if unknown:
+                raise TypeError(
+                    f'default_verifier {location(self.default_verifier)} names {", ".join(map(repr, unknown))}, which '
+                    f'{self.name} ({self.place}) does not have; it may name {", ".join(self.signature.names)}'
+                )
+
     def _check_source(self, policy: Effective) -> str | None:
         if self._check_call is None or self.check is None:
             return None
@@ -223,100 +226,23 @@ class Entry:
         return effective(state, self.operation, self.name, self._serves)
 
     def _serves(self, tokens: tuple[str, ...]) -> bool:
-        return any(matches(token, member.backend) for token in tokens for member in self.members())
+        return serve(self.members(), tokens)
 
     def members(self) -> tuple[Member, ...]:
         """Every backend with a method of this name, and the default, by priority."""
-        generation = self.dispatcher.generation
+        generation = self.dispatcher.generation(self.operation)
         known = self._members
         if known is None or known[0] != generation:
-            known = self._members = generation, self._collect_members()
+            known = self._members = generation, collect(self)
         return known[1]
-
-    def _collect_members(self) -> tuple[Member, ...]:
-        found: list[tuple[float, int, Member]] = []
-        for rank, name in enumerate((self.operation, '*')):
-            registry = self.dispatcher.registries.get(name)
-            for entry in registry.registrations() if registry is not None else ():
-                member = self._member(entry)
-                if member is not None:
-                    found.append((member.priority, rank, member))
-        default = self._default_member()
-        found.append((default.priority, 2, default))
-        return tuple(member for _, _, member in sorted(found, key=lambda item: item[:2]))
-
-    def _member(self, entry: Registration) -> Member | None:
-        backend = entry.backend
-        if backend is None:
-            reason = entry.error or 'not imported yet'
-            return Member(
-                _Unknown(), None, None, unusable=f'cannot be imported: {reason}', origin=entry.origin, label=entry.name
-            )
-        implementation = getattr(backend, self.name, None)
-        if not callable(implementation):
-            return None
-        self.dispatcher.check_methods(self.signature, self.name, self.place, backend)
-        verifier = getattr(backend, f'{self.name}_verifier', None)
-        if overrides(backend, 'verify'):
-            verifier = _through_verify(backend, self.name)
-        prefers = getattr(backend, f'{self.name}_prefers', None)
-        return self._make_member(backend, implementation, verifier, prefers, entry.origin)
-
-    def _make_member(
-        self,
-        backend: BaseBackend,
-        implementation: Callable[..., Any],
-        verifier: Callable[..., Any] | None,
-        prefers: Callable[..., Any] | None,
-        origin: str,
-    ) -> Member:
-        unusable = None
-        calls: list[Callee | None] = [None, None, None]
-        for place, method in enumerate((implementation, verifier, prefers)):
-            try:
-                calls[place] = None if method is None else self.signature.call(method)
-            except (TypeError, ValueError) as error:
-                unusable = f'a method without a signature that can be read: {error}'
-        for what, call in zip(('its method', 'its verifier', 'its prefers'), calls, strict=True):
-            if call is not None and call.unfillable:
-                unusable = f'{what} needs {", ".join(map(repr, call.unfillable))}, which {self.name} does not have'
-        return Member(
-            backend,
-            implementation,
-            calls[0],
-            verifier,
-            calls[1],
-            prefers,
-            calls[2],
-            unusable,
-            self._untraceable(backend, verifier, prefers),
-            origin,
-        )
-
-    def _default_member(self) -> Member:
-        return self._make_member(self.default, self.function, self.default_verifier, None, self.place)
-
-    def _untraceable(self, backend: BaseBackend, *methods: Callable[..., Any] | None) -> str | None:
-        if not backend.traceable:
-            return 'the backend says traceable = False'
-        if overrides(backend, 'verify'):
-            methods += (backend.verify,)
-        for method in methods:
-            found = findings(method) if method is not None else []
-            if found:
-                return str(found[0])
-        if backend.kind != 'default' and self.dispatcher.toggles.gate(backend).ask is not None:
-            return f'{location(backend.is_enabled)}: is_enabled() reads what nobody declared; name it in extra_env'
-        return None
 
     def _facts(self, policy: Effective) -> Facts:
         dispatcher = self.dispatcher
-        env = dict(policy.env) if policy.env is not None else None
         return Facts(
             package=dispatcher.availability.package,
             device=dispatcher.availability.device,
             devices=dispatcher.device_facts,
-            gate=lambda backend: dispatcher.toggles.gate(backend, env, strict=policy.strict),
+            gate=lambda backend: dispatcher.gate(backend, policy),
         )
 
     def _make(self, state: State) -> Kept:
@@ -368,11 +294,11 @@ class Entry:
             base = dispatcher.state()
             if complete:
                 dispatcher.check_environment_once()
-            generation = dispatcher.generation
+            generation = dispatcher.generation(self.operation)
             # for `base` and no newer state: a scope that came and went meanwhile would leave its plan under this one
             kept = self._make(base.above(self.own) if self.own is not None else base)
             with lock:
-                if dispatcher.generation == generation and dispatcher.state() == base:
+                if dispatcher.generation(self.operation) == generation and dispatcher.state() == base:
                     self._keep(base, kept, complete)
                     break
         self._announce(kept)
@@ -401,6 +327,7 @@ class Entry:
         again = f'        if _d_cold({kept.serial!r}) and _d_dyn(): _d_restart()\n        return _d_self({forward})'
         source = f'{head}\n    if _d_complete():\n{again}\n{body}'
         code = self._compile(source, f'provisional {next(_serials)}').__code__
+        # the body's names live as long as the code they were made for, so this code has to hold that one
         weakref.finalize(code, id, kept)
         return Kept(kept.plan, code, source, kept.serial)
 
@@ -417,8 +344,12 @@ class Entry:
     def install(self, state: State) -> None:
         """Called under the lock, when the state changes: the kept code for it, else cold."""
         kept = self._plans.get(state)
-        if kept is None and self._by_policy:
-            kept = self._by_policy.get(self.policy(state.above(self.own) if self.own is not None else state))
+        known = self._members
+        if kept is None and known is not None and known[0] == self.dispatcher.generation(self.operation):
+            # only members that are known: collecting them runs foreign code, and that never under the lock
+            above = state.above(self.own) if self.own is not None else state
+            policy = effective(above, self.operation, self.name, lambda tokens: serve(known[1], tokens))
+            kept = self._by_policy.get(policy)
             if kept is not None:
                 self._plans[state] = kept
         self._install(kept)
@@ -453,7 +384,7 @@ class Entry:
 
     def _boxed_for(self, layers: tuple[tuple[Any, ...], ...]) -> str:
         self.dispatcher.refuse_if_frozen('enter a scope')
-        key = layers, self.dispatcher.state(), self.dispatcher.generation
+        key = layers, self.dispatcher.state(), self.dispatcher.generation(self.operation)
         known = self._boxed.get(key)
         if known is not None:
             return known
@@ -469,8 +400,10 @@ class Entry:
         kept = self._generate(plan, virtual=False)
         function = FunctionType(kept.code, self._namespace, self.name, *self.signature.defaults()[:1])
         function.__kwdefaults__ = self.signature.defaults()[1]
-        self._boxed[key] = self._box_up(f'plan{kept.serial}', function)
-        return self._boxed[key]
+        name = self._box_up(f'plan{kept.serial}', function)
+        with lock:
+            self._boxed = {**self._boxed, key: name}
+        return name
 
     def _box_up(self, name: str, function: Callable[..., Any]) -> str:
         with lock:
@@ -589,15 +522,6 @@ class Entry:
                 names = [c.member.name for c in chain if c.out is None]
                 out = [f'{c.member.name} ({format_reason(c.out[1])})' for c in chain if c.out is not None]
                 logs.logger.info('%s on %s: candidates %s; out: %s', self.key, platform, names, '; '.join(out) or 'none')
-
-
-def _through_verify(backend: BaseBackend, name: str) -> Callable[..., Any]:
-    """The verifier of a backend that overrides `verify()` itself."""
-
-    def verifier(*args: Any, **kwargs: Any) -> Any:
-        return backend.verify(name, *args, **kwargs)
-
-    return verifier
 
 
 # reached in eager from frames that Dynamo gave up on; tracing all that explains a call takes half a minute

@@ -23,6 +23,7 @@ from fla.ops.backends.codegen import Explain, source_of
 from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import unknown_name
 from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Facts, Member, build
+from fla.ops.backends.policy import normalise
 from fla.utils.devices import KNOWN_DEVICES, PLATFORMS, Device
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Decision:
 
     def __getitem__(self, name: str) -> CandidateReport:
         for candidate in self.candidates:
-            if candidate.name == name:
+            if candidate.name.casefold() == normalise(name):
                 return candidate
         raise unknown_name('candidate', name, [c.name for c in self.candidates], f' of {self.function}')
 
@@ -296,7 +297,7 @@ def _decision(
         reports.append(
             CandidateReport(
                 c.member.name,
-                backend.impl_id if not c.member.label else c.member.label,
+                backend.impl_id,
                 kind,
                 verdict,
                 None if verdict in ('chosen', 'eligible') else format_reason(reason),

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform as python_platform
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from fla.ops.backends.backend import format_reason
-from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
+from fla.ops.backends.dispatcher import Dispatcher, Frozen, default_dispatcher
 from fla.ops.backends.errors import ManifestMismatchError
 from fla.ops.backends.locking import lock
 from fla.ops.backends.plan import ANY, build
@@ -40,6 +41,11 @@ class Manifest(dict[str, Any]):
 def _hash(content: Mapping[str, Any]) -> str:
     canonical = json.dumps({k: v for k, v in content.items() if k != 'sha256'}, sort_keys=True, separators=(',', ':'))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _portable(text: str) -> str:
+    """Without the places in source files that scopes name: they differ from host to host, and select nothing."""
+    return re.sub(r' at \S+:\d+', '', text)
 
 
 def _version(distribution: str) -> str | None:
@@ -74,7 +80,8 @@ def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tup
             for c in chain:
                 on = c.gate is None or c.gate.is_on
                 out = c.out or (None if on or c.gate is None else ('disabled', c.gate.says_off, c.gate.source))
-                rows.append({'backend': c.member.name, 'out': f'{out[0]}: {format_reason(out[1])}' if out else None})
+                reason = _portable(f'{out[0]}: {format_reason(out[1])}') if out else None
+                rows.append({'backend': c.member.name, 'out': reason})
                 if out is None and c.member.backend.package_name:
                     packages.add(c.member.backend.package_name)
             chains[platform] = rows
@@ -86,7 +93,7 @@ def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tup
             'torch': torch.__version__,
             **{name: _version(name) for name in ('fla-dispatch', 'triton', *sorted(packages))},
         },
-        'policy': [{'source': layer.source, **layer.policy.to_dict()} for layer in state.layers],
+        'policy': [{'source': _portable(layer.source), **layer.policy.to_dict()} for layer in state.layers],
         'selections': selections,
     }
     return Manifest({**content, 'sha256': _hash(content)})
@@ -108,11 +115,12 @@ def freeze_dispatch(dispatcher: Dispatcher | None = None, *, platforms: tuple[st
     owner.discovery.load_all()
     owner.state()
     if owner.frozen is None:
-        names = {name for backend in owner._backends() for name in owner.toggles.variables(backend)}
-        for backend in owner._backends():
-            owner.toggles.gate(backend)  # so that what an overridden is_enabled() says now is known
+        backends = list(owner.backends())
+        names = {name for backend in backends for name in owner.toggles.variables(backend)}
+        env = tuple(sorted((name, os.environ.get(name)) for name in names))
+        enabled = {backend: owner.toggles.gate(backend).is_on for backend in backends}
         with lock:
-            owner.frozen = {'env': {name: os.environ.get(name) for name in names}, 'layers': owner.state().layers}
+            owner.frozen = Frozen(owner.state().layers, env, enabled)
             owner.push()
     return manifest(owner, platforms=platforms)
 

@@ -11,6 +11,8 @@ import logging
 logger = logging.getLogger('fla')
 
 _said: set[tuple[object, ...]] = set()
+# Reasons may hold sizes, of which there is no end: beyond this many messages, some are given again.
+_MOST_SAID = 4096
 
 
 class _UnlessConfigured(logging.NullHandler):
@@ -51,6 +53,8 @@ def once(key: tuple[object, ...], level: int, message: str, *args: object, exc_i
     """Log `message` unless something was logged under `key` before; says whether it did. A race may say it twice."""
     if key in _said:
         return False
+    if len(_said) >= _MOST_SAID:
+        _said.clear()
     _said.add(key)
     logger.log(level, message, *args, exc_info=exc_info)
     return True
@@ -61,6 +65,8 @@ def warn_once(key: tuple[object, ...], message: str, *args: object) -> None:
     once(key, logging.WARNING, message, *args)
 
 
-def forget() -> None:
-    """Everything may be said again."""
+def reset() -> None:
+    """Everything may be said again, and the level is the default."""
     _said.clear()
+    logger.setLevel(logging.NOTSET)
+    _handler.threshold = logging.WARNING

@@ -28,7 +28,7 @@ class Notes(Actions):
         self, kind: str, c: Candidate, level: int, text: str, *args: object, trace: bool = False
     ) -> Callable[[], None]:
         entry = self.entry
-        key = (kind, entry.key, id(c.member.backend), text)
+        key = (kind, entry.key, c.member.name, text)
 
         def say() -> None:
             logs.once(key, level, text, *args, exc_info=trace)
@@ -127,7 +127,7 @@ class Notes(Actions):
         def say(reason: Any) -> None:
             text = format_reason(reason)
             logs.once(
-                ('reason', entry.key, id(c.member.backend), text),
+                ('reason', entry.key, c.member.name, text),
                 logging.DEBUG,
                 '%s: backend %r does not take this call: %s',
                 entry.key,

@@ -87,12 +87,11 @@ class Member:
     unusable: str | None = None
     untraceable: str | None = None
     origin: str = ''
-    label: str = ''
 
     @property
     def name(self) -> str:
         """The name policy tokens use."""
-        return self.label or self.backend.backend_type
+        return self.backend.backend_type
 
     @property
     def priority(self) -> float:
@@ -285,7 +284,7 @@ def _per_device(
     if len(bad) == len(verdicts) and all(reason == first for reason in bad.values()):
         return ('unavailable', first, 'availability'), ()
     name = f'_d_bad_{backend.backend_type}_{platform}'
-    name = ''.join(c if c.isalnum() else '_' for c in name)
+    name = ''.join(c if c.isascii() and c.isalnum() else '_' for c in name)
     reads = f'{name}[_d_x.get_device()]'
     return None, (Test(f'_d_x.get_device() in {name}', '', reads, {name: bad}, unavailable=True),)
 
@@ -322,7 +321,7 @@ def _declared_tests(signature: Signature, backend: BaseBackend) -> list[Test]:
 
 def _binding(what: str, backend: BaseBackend, parameter: str) -> str:
     text = f'_d_{what}_{backend.backend_type}_{parameter}'
-    return ''.join(c if c.isalnum() else '_' for c in text)
+    return ''.join(c if c.isascii() and c.isalnum() else '_' for c in text)
 
 
 def _per_parameter(

@@ -38,6 +38,7 @@ class Registration:
         origin: file:line of the call.
         error: why the path cannot be imported.
         position: place among equals; a replacement inherits it.
+        promised: the name that came with a path.
         by: who called: the operation's own 'package', a 'plugin', or the 'user'.
     """
 
@@ -48,11 +49,12 @@ class Registration:
     position: int
     error: str | None = None
     by: str = 'user'
+    promised: str | None = None
 
     @property
     def name(self) -> str:
         """The backend's name, its path as long as that is all that is known."""
-        return self.backend.backend_type if self.backend is not None else str(self.path)
+        return self.backend.backend_type if self.backend is not None else self.promised or str(self.path)
 
 
 class Handle:
@@ -124,12 +126,13 @@ class BackendRegistry:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def register(self, backend: BaseBackend | str) -> Handle:
+    def register(self, backend: BaseBackend | str, name: str | None = None) -> Handle:
         """Add a backend.
 
         Args:
             backend: an instance, or a path 'package.module:Class' that is imported when the operation is first used; its
                 import error is kept as the reason of this one backend and harms no other.
+            name: of the backend behind a path, so that policies and `explain` know it while it cannot be imported.
 
         Raises:
             TypeError: for anything else.
@@ -143,8 +146,8 @@ class BackendRegistry:
         path = None
         if isinstance(backend, str):
             path = backend
-            module, _, name = path.partition(':')
-            if not all(part.isidentifier() for part in module.split('.')) or not name.isidentifier():
+            module, _, attribute = path.partition(':')
+            if not all(part.isidentifier() for part in module.split('.')) or not attribute.isidentifier():
                 raise TypeError(f"a path must look like 'package.module:Class', got {backend!r}")
         elif not isinstance(backend, BaseBackend):
             raise TypeError(f'register() takes an instance of BaseBackend or a path "module:Class", got {backend!r}')
@@ -155,7 +158,8 @@ class BackendRegistry:
             check_declaration(instance)
             self.dispatcher.check_registration(self, instance, origin)
         serial = next(_serials)
-        entry = Registration(instance, path, origin, serial, serial, by=self._who(frame.f_globals.get('__name__', '')))
+        who = self._who(frame.f_globals.get('__name__', ''))
+        entry = Registration(instance, path, origin, serial, serial, by=who, promised=name)
         with lock:
             entry, covered = self._add(entry)
         self._warn_of(covered, entry)
@@ -271,12 +275,16 @@ class BackendRegistry:
             if not isinstance(backend, BaseBackend):
                 raise TypeError(f'{entry.path} is {backend!r}, not a BaseBackend')
             check_declaration(backend)
+            if entry.promised not in (None, backend.backend_type):
+                raise ValueError(
+                    f'it was registered as {entry.promised!r}, but its backend_type is {backend.backend_type!r}'
+                )
             self.dispatcher.check_registration(self, backend, entry.origin)
             loaded = replace(entry, backend=backend)
         except Exception as error:
             # an optional package that is missing is ordinary; anything else is a bug
             optional = isinstance(error, ModuleNotFoundError) and (error.name or '').split('.')[0] != module.split('.')[0]
-            if not optional and self.dispatcher.is_strict():
+            if not optional and self.dispatcher.is_strict(self.operation):
                 raise
             loaded = replace(entry, error=f'{type(error).__name__}: {error}')
             if self._replace(entry, loaded):

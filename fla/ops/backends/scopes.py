@@ -24,7 +24,7 @@ from fla.ops.backends import logs
 from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
 from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import DispatchError
-from fla.ops.backends.policy import Layer, Policy, State
+from fla.ops.backends.policy import Layer, Policy
 
 _tokens = itertools.count()
 
@@ -77,9 +77,14 @@ never_a_frame(Scope.__enter__)
 never_a_frame(Scope.__exit__)
 
 
-def enter(dispatcher: Dispatcher, verb: str, layer: Layer, pinned: State | None = None) -> int:
+def new_token() -> int:
+    """A number that no other scope has."""
+    return next(_tokens)
+
+
+def enter(dispatcher: Dispatcher, verb: str, layer: Layer) -> int:
     """Push a scope; returns the token that `leave` takes."""
-    token, me = next(_tokens), threading.get_ident()
+    token, me = new_token(), threading.get_ident()
     if any(thread != me for thread in list(dispatcher.holders.values())):
         logs.warn_once(
             ('scope threads',),
@@ -88,7 +93,7 @@ def enter(dispatcher: Dispatcher, verb: str, layer: Layer, pinned: State | None 
             verb,
         )
     dispatcher.holders[token] = me
-    dispatcher.push_scope(token, layer, pinned)
+    dispatcher.push_scope(token, layer)
     return token
 
 

@@ -79,10 +79,16 @@ class Trace:
         self.stop()
 
     def start(self) -> None:
-        """Begin to record."""
+        """Begin to record.
+
+        Raises:
+            DispatchError: if it is recording already; a call would count twice.
+        """
         dispatcher = self.dispatcher
         dispatcher.state()
         with lock:
+            if any(running is self for running in dispatcher.traces):
+                raise DispatchError('this trace is recording already: use another one, `with trace() as t:`')
             dispatcher.traces = (*dispatcher.traces, self)
             dispatcher.push()
 
