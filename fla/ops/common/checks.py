@@ -19,6 +19,59 @@ def _shape(name: str, tensor: torch.Tensor, wanted: Sequence[int | torch.SymInt]
         raise ValueError(f'{name} must be {meaning} = {list(wanted)}, got {list(tensor.shape)}')
 
 
+def are_plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    state_v_first: bool,
+    per_channel: bool,
+) -> bool:
+    """Whether the tensors of the usual call fit together, in as few reads as possible: a decode step waits for them. Whoever
+    gets False goes through the checks one by one, which name what is wrong, or find that nothing is."""
+    try:
+        batch, length, heads, dim = shape = q.shape
+        batch_v, length_v, value_heads, value_dim = v.shape
+        dtype, device = q.dtype, q.get_device()
+        token = (batch, length, value_heads)
+        return (
+            k.shape == shape
+            and batch_v == batch
+            and length_v == length
+            and g.shape == ((*token, dim) if per_channel else token)
+            and beta.shape == token
+            and heads > 0
+            and value_heads % heads == 0
+            and 0 < dim <= MAX_HEAD_DIM
+            and 0 < value_dim <= MAX_HEAD_DIM
+            and dtype in FLOATS
+            and k.dtype is dtype
+            and v.dtype is dtype
+            and g.dtype in (torch.float32, dtype)
+            and beta.dtype in (torch.float32, dtype)
+            and k.get_device() == device
+            and v.get_device() == device
+            and g.get_device() == device
+            and beta.get_device() == device
+            and (initial_state is None or _is_plain_state(initial_state, q, v, batch, state_v_first))
+        )
+    except (AttributeError, ValueError, TypeError):
+        return False
+
+
+def _is_plain_state(
+    state: torch.Tensor, q: torch.Tensor, v: torch.Tensor, count: int | torch.SymInt, state_v_first: bool
+) -> bool:
+    dims = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
+    return (
+        state.shape == (count, v.shape[2], *dims)
+        and state.dtype in (torch.float32, q.dtype)
+        and state.get_device() == q.get_device()
+    )
+
+
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """q, k `[B, T, H, K]` and v `[B, T, HV, V]`, one floating dtype, HV a multiple of H, K and V at most 256."""
     for name, tensor in (('q', q), ('k', k), ('v', v)):

@@ -1,7 +1,8 @@
 """The gated delta rule in plain PyTorch, behind the `reference` backends: every device, dtype and argument.
 
 Differentiable twice, also under `torch.func`; runs on meta and fake tensors and inside torch.compile, because nothing
-depends on a value: packed sequences are laid out by indices that are computed on their device, as many chunks as there can be.
+depends on a value: packed sequences are laid out by indices that are computed on their device, as many chunks as there can
+be.
 """
 
 from __future__ import annotations

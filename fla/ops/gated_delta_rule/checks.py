@@ -6,6 +6,7 @@ import torch
 
 from fla.ops.backends import check_tensors
 from fla.ops.common.checks import (
+    are_plain,
     check_chunk_options,
     check_cu_seqlens,
     check_gate_parameters,
@@ -35,6 +36,14 @@ def check_chunk(
     check_values: bool,
 ) -> None:
     """See `chunk_gated_delta_rule`."""
+    plain = cu_seqlens is cu_seqlens_cpu is chunk_indices is cp_context is A_log is dt_bias is chunk_size is None
+    if (
+        plain
+        and not use_gate_in_kernel
+        and not check_values
+        and are_plain(q, k, v, g, beta, initial_state, state_v_first, False)
+    ):
+        return
     check_tensors(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
     )
@@ -66,6 +75,14 @@ def check_fused_recurrent(
     check_values: bool,
 ) -> None:
     """See `fused_recurrent_gated_delta_rule`."""
+    plain = gk is gv is cu_seqlens is A_log is dt_bias is None and g is not None and beta is not None
+    if (
+        plain
+        and not use_gate_in_kernel
+        and not check_values
+        and are_plain(q, k, v, g, beta, initial_state, state_v_first, False)
+    ):
+        return
     check_tensors(
         q=q,
         k=k,

@@ -6,6 +6,7 @@ import torch
 
 from fla.ops.backends import check_tensors
 from fla.ops.common.checks import (
+    are_plain,
     check_chunk_options,
     check_cu_seqlens,
     check_gate_parameters,
@@ -38,6 +39,13 @@ def check_chunk(
     check_values: bool,
 ) -> None:
     """See `chunk_kda`."""
+    plain = cu_seqlens is cu_seqlens_cpu is cp_context is A_log is dt_bias is lower_bound is chunk_size is None
+    if (
+        plain
+        and not (use_gate_in_kernel or return_intermediate_states or check_values)
+        and are_plain(q, k, v, g, beta, initial_state, state_v_first, True)
+    ):
+        return
     _check(q, k, v, g, beta, initial_state, use_gate_in_kernel, lower_bound, A_log, dt_bias, cu_seqlens)
     check_lower_bound(safe_gate, use_gate_in_kernel, lower_bound)
     count = check_cu_seqlens(q, cu_seqlens, cu_seqlens_cpu, check_values)
@@ -65,6 +73,14 @@ def check_fused_recurrent(
     check_values: bool,
 ) -> None:
     """See `fused_recurrent_kda`."""
+    plain = cu_seqlens is A_log is dt_bias is lower_bound is None
+    if (
+        plain
+        and not use_gate_in_kernel
+        and not check_values
+        and are_plain(q, k, v, g, beta, initial_state, state_v_first, True)
+    ):
+        return
     _check(q, k, v, g, beta, initial_state, use_gate_in_kernel, lower_bound, A_log, dt_bias, cu_seqlens)
     check_lower_bound(False, use_gate_in_kernel, lower_bound)
     count = check_cu_seqlens(q, cu_seqlens, None, check_values)

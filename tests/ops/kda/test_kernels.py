@@ -15,8 +15,27 @@ NAMES = ('q', 'k', 'v', 'g', 'beta', 'A_log', 'dt_bias', 'initial_state')
 BOUNDS = {FP32: (1e-5, 1e-5), FP16: (2e-3, 4e-3), BF16: (8e-3, 1.5e-2)}
 
 
-def case(dtype=FP32, T=70, lens=None, B=1, H=1, HV=1, K=40, V=24, strength=1.0, raw=None, initial=True, **settings):
-    """Arguments of a call and the settings; `raw` is None, 'softplus', 'bounded' or 'bounded, no rate'."""
+def case(
+    dtype=FP32,
+    T=70,
+    lens=None,
+    B=1,
+    H=1,
+    HV=1,
+    K=40,
+    V=24,
+    strength=1.0,
+    gate=None,
+    raw=None,
+    initial=True,
+    device='cpu',
+    **settings,
+):
+    """Arguments of a call and the settings.
+
+    `strength` multiplies gates that are drawn, `gate` is that of every step and channel. `raw` is None, 'softplus',
+    'bounded' or 'bounded, no rate'.
+    """
     torch.manual_seed(0)
     cu_seqlens = None
     if lens is not None:
@@ -30,13 +49,14 @@ def case(dtype=FP32, T=70, lens=None, B=1, H=1, HV=1, K=40, V=24, strength=1.0, 
     v = torch.randn(B, T, HV, V)
     g = torch.randn(B, T, HV, K)
     if not raw:
-        g = strength * torch.nn.functional.logsigmoid(g)
+        g = strength * torch.nn.functional.logsigmoid(g) if gate is None else torch.full_like(g, gate)
     beta = torch.randn(B, T, HV) if settings.sigmoid else torch.rand(B, T, HV)
     A_log = torch.randn(HV) if raw in ('softplus', 'bounded') else None
     dt_bias = torch.randn(HV * K) if raw else None
     state = torch.randn(N, HV, *((V, K) if settings.v_first else (K, V))) if initial else None
     inputs = dict(zip(NAMES, (q.to(dtype), k.to(dtype), v.to(dtype), g, beta, A_log, dt_bias, state), strict=True))
-    return inputs, settings, cu_seqlens
+    inputs = {name: None if x is None else x.to(device) for name, x in inputs.items()}
+    return inputs, settings, None if cu_seqlens is None else cu_seqlens.to(device)
 
 
 def oracle(inputs, settings, cu_seqlens, do, d_final):
@@ -84,59 +104,76 @@ def errors(inputs, settings, cu_seqlens, with_final=True, keep=False):
         assert torch.equal(x, before[name])
         assert (gradients[name].shape, gradients[name].dtype) == (x.shape, x.dtype)
         pairs[f'd{name}'] = (expected[name], gradients[name])
-    return {
-        name: float(y.detach().abs().max()) if not x.any() else relative_rms(x, y) for name, (x, y) in pairs.items()
-    }
+    return {name: float(y.detach().abs().max()) if not x.any() else relative_rms(x, y) for name, (x, y) in pairs.items()}
 
 
-def check(dtype, **options):
+def check(dtype, slack=1, **options):
     run = {name: options.pop(name) for name in ('with_final', 'keep') if name in options}
     found = errors(*case(dtype, **options), **run)
     gates = ('dg', 'dbeta', 'dA_log', 'ddt_bias')
-    wrong = {name: e for name, e in found.items() if not e < BOUNDS[dtype][name in gates]}
+    wrong = {name: e for name, e in found.items() if not e < slack * BOUNDS[dtype][name in gates]}
     assert not wrong, f'{wrong} of {found}'
 
 
 pytestmark = pytest.mark.interpreted
-EVERYTHING = dict(H=1, HV=2, normalise=True, sigmoid=True, double=True, v_first=True)
+EVERYTHING = {'H': 1, 'HV': 2, 'normalise': True, 'sigmoid': True, 'double': True, 'v_first': True}
 
 
-@pytest.mark.parametrize('T', [1, 2, 17, 63, 64, 65, 130])
+@pytest.mark.parametrize('T', [1, 17, 64, 65, 130])
 def test_lengths(T):
     check(FP32, T=T)
 
 
-@pytest.mark.parametrize('strength', [1e-4, 1e-2, 5.0, 20.0])
-@pytest.mark.parametrize('dtype', [FP32, BF16])
-def test_gates_of_any_strength(strength, dtype):
-    check(dtype, T=100, strength=strength)
+@pytest.mark.parametrize(
+    ('dtype', 'gates'),
+    [
+        (FP32, {'strength': 1e-4}),
+        (FP32, {'strength': 5.0}),
+        # sums of 64 gates reach -1000, which float32 holds to 6e-5
+        (FP32, {'strength': 20.0, 'slack': 3}),
+        (FP32, {'gate': 0.0}),
+        (FP32, {'gate': -1e-4}),
+        (FP32, {'gate': -20.0}),
+        (BF16, {'strength': 1e-4}),
+        (BF16, {'strength': 20.0}),
+        (BF16, {'gate': -20.0}),
+    ],
+)
+def test_gates_of_any_strength(dtype, gates):
+    check(dtype, T=70, **gates)
+
+
+def test_gates_that_forget_everything():
+    inputs, settings, cu_seqlens = case(gate=-1000.0)
+    found = errors(inputs, settings, cu_seqlens)
+    assert max(found.values()) < 1e-5, found
 
 
 @pytest.mark.parametrize('raw', ['softplus', 'bounded', 'bounded, no rate'])
 @pytest.mark.parametrize('dtype', [FP32, BF16])
 def test_raw_gates(raw, dtype):
-    check(dtype, raw=raw, T=80, **EVERYTHING)
+    check(dtype, raw=raw, T=66, **EVERYTHING)
 
 
 @pytest.mark.parametrize('dtype', [FP32, BF16])
 def test_packed(dtype):
-    check(dtype, lens=[0, 1, 64, 0, 65, 3], raw='softplus', **EVERYTHING)
+    check(dtype, lens=[0, 1, 65, 0, 3], raw='softplus', **EVERYTHING)
 
 
 @pytest.mark.parametrize('dtype', [FP16, BF16])
-@pytest.mark.parametrize('sizes', [dict(K=64, V=128), dict(K=20, V=80)])
+@pytest.mark.parametrize('sizes', [{'K': 64, 'V': 128}, {'K': 20, 'V': 80}])
 def test_halves(dtype, sizes):
     check(dtype, T=130, **sizes)
 
 
-@pytest.mark.parametrize('sizes', [dict(K=256, V=16), dict(K=16, V=256), dict(K=100, V=5)])
+@pytest.mark.parametrize('sizes', [{'K': 256, 'V': 16}, {'K': 16, 'V': 256}, {'K': 100, 'V': 5}])
 def test_sizes(sizes):
     check(FP32, T=66, normalise=True, **sizes)
 
 
 @pytest.mark.parametrize(('initial', 'with_final'), [(False, False), (True, False), (False, True)])
 def test_without_states(initial, with_final):
-    check(FP32, initial=initial, with_final=with_final, B=2, H=2, HV=4, K=16, V=16)
+    check(FP32, initial=initial, with_final=with_final, T=33, B=2, H=2, HV=4, K=16, V=16)
 
 
 def test_kept_tensors_serve_twice():
@@ -144,7 +181,7 @@ def test_kept_tensors_serve_twice():
 
 
 def test_strided_inputs():
-    (inputs, settings, cu_seqlens) = case(B=2, H=2, HV=2, K=16, V=16)
+    (inputs, settings, cu_seqlens) = case(T=33, B=2, H=2, HV=2, K=16, V=16)
     for name in ('q', 'k', 'v', 'g'):
         x = inputs[name]
         room = x.new_full((x.shape[0], x.shape[2], x.shape[1] + 1, x.shape[3] + 3), float('nan'))

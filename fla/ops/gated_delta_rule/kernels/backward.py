@@ -1,15 +1,15 @@
 """Backward of the chunked gated delta rule.
 
-Per chunk, with X = (I + L)^-1, D = dD/d(beta (V - K' S)) the adjoint of the triangular system and all decays at most 1:
+Per chunk, with X = (I + L)^-1, and D the gradient of the system's right-hand side beta (V - e^G K S):
 
     U' = X beta (V - e^G K S);   O = scale e^G Q S + M U';   S' = e^{G_C} S + (e^{G_C - G} K)^T U'
 
     D  = X^T dU';   dV = beta D;   dL = -tril(D U'^T, -1);   dM = tril(dO U'^T)
     dbeta_i = <D_i, (V - e^G K S)_i> + sum_j dL_ij L_ij / beta_i
 
-`recompute` repeats w and u of the forward and begins dU'; `states_forward` and `states_backward` (shared) give the states, U',
-their gradients and dU'; `within` does what stays within a chunk, `through` what goes through the states; `finish_gates` and
-`finish_heads` sum over steps, channels and groups of heads. Nothing is added atomically.
+`recompute` repeats w and u of the forward and begins dU'; `states_forward` and `states_backward` (shared) give the states,
+U', their gradients and dU'; `within` does what stays within a chunk, `through` what goes through the states; `finish_gates`
+and `finish_heads` sum over steps, channels and groups of heads. Nothing is added atomically.
 
 Norms: where q and k are normalised, products are of raw rows and 1 / norm stands among the factors. A gradient that is left
 by `through` is that of q or k with the norm held constant, and `finish_heads` takes out what lies along the row.
@@ -74,7 +74,7 @@ def recompute(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written, contiguous: rq, rk float32 `[B, T, HV]` (NORMALISE); w `[B, T, HV, K]`, u `[B, T, HV, V]` and
+    """Grid (rows * HV,). Written, contiguous: rq, rk float32 `[B, T, HV]` (NORMALISE); w `[B, T, HV, K]`, u and, of dU',
     M^T dO as du `[B, T, HV, V]`, in k's dtype."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV

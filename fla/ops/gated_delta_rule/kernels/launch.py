@@ -94,19 +94,18 @@ def chunk_forward(
         SIGMOID=options.use_beta_sigmoid_in_kernel,
         DOUBLE=options.allow_neg_eigval,
         INVERSE_PRECISION=common['PRECISION'],
-        num_warps=4,
+        num_warps=rule.warps,
     )
     h, v_new, final = _states(k, w, u, G, rk, initial_state, cu_seqlens, layout, options, output_final_state, common, rule)
     o = _empty(v, batch, length, heads, dim_v)
-    block_v = min(triton.next_power_of_2(max(dim_v, 16)), 64 if rule.tight else 128)
-    outputs[(triton.cdiv(dim_v, block_v) * chunks,)](
+    outputs[(triton.cdiv(dim_v, rule.output_block_v) * chunks,)](
         *(q, k, v_new, G, rk, h, o, cu_seqlens, layout.table, options.scale, length),
         *(*q.stride()[:3], *k.stride()[:3]),
         **common,
         BK=rule.block_k,
-        BV=block_v,
+        BV=rule.output_block_v,
         NORMALISE=options.use_qk_l2norm_in_kernel,
-        num_warps=4,
+        num_warps=rule.warps,
         num_stages=rule.stages,
     )
     return o, final, G, inverse
@@ -157,19 +156,18 @@ def chunk_backward(
         BK=rule.block_k,
         BV=rule.block_v,
         NORMALISE=normalise,
-        num_warps=4,
+        num_warps=rule.warps,
         num_stages=rule.stages,
     )
     h, v_new, _ = _states(k, w, u, G, rk, initial_state, cu_seqlens, layout, options, False, common, rule)
     dh = torch.empty_like(h)
     d_initial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
-    block_v = rule.backward_block_v
-    states_backward[(triton.cdiv(dim_v, block_v) * layout.count * heads,)](
+    states_backward[(triton.cdiv(dim_v, rule.backward_block_v) * layout.count * heads,)](
         *(q, k, w, do, G, rq, rk, du, dh, None if d_final is None else d_final.contiguous(), d_initial),
         *(cu_seqlens, layout.offsets, options.scale, length, *strides_qk),
         **common,
         BK=rule.whole_k,
-        BV=block_v,
+        BV=rule.backward_block_v,
         PER_CHANNEL=False,
         NORMALISED=normalise,
         HAS_FINAL=d_final is not None,
@@ -192,7 +190,7 @@ def chunk_backward(
         BK=rule.block_k,
         BV=rule.block_v,
         NORMALISE=normalise,
-        num_warps=4,
+        num_warps=rule.warps,
         num_stages=rule.stages,
     )
     dq_each, dk_each = (_empty(q, batch, length, heads, dim_k) for _ in range(2))
@@ -204,7 +202,7 @@ def chunk_backward(
         BK=rule.block_k,
         BV=rule.block_v,
         NORMALISE=normalise,
-        num_warps=4,
+        num_warps=rule.warps,
         num_stages=rule.stages,
     )
     dg = _empty(g, batch, length, heads, dtype=torch.float32 if options.use_gate_in_kernel else g.dtype)
@@ -288,26 +286,29 @@ def _states(
 class _Rule:
     """Block sizes, warps and stages.
 
-    Measured on an H200 (torch 2.11, Triton 3.6) at K = V = 128 in bf16; elsewhere chosen so that kernels fit.
+    Measured on an H200 (torch 2.11, Triton 3.6) at K = V = 128 in bf16; elsewhere chosen to fit and to spill little.
     """
 
     def __init__(self, x: torch.Tensor, dim_k: int, dim_v: int) -> None:
         major, minor = capability_of(x.device) or (0, 0)
+        # products in fp32 are three, and take three times the registers
         wide = x.element_size() > 2
         # 99 KiB of shared memory a block (8.6, 8.9, 12.x), not 163 (8.0) or 227 (9.0, 10.x)
         small = major not in (9, 10) and (major, minor) not in ((8, 0), (8, 7))
-        self.tight = wide or small
-        self.block_k = min(64, triton.next_power_of_2(max(dim_k, 16)))
-        self.block_v = min(64, triton.next_power_of_2(max(dim_v, 16)))
+        block = 32 if wide else 64
+        self.block_k = min(block, triton.next_power_of_2(max(dim_k, 16)))
+        self.block_v = min(block, triton.next_power_of_2(max(dim_v, 16)))
+        self.output_block_v = min(64 if wide or small else 128, triton.next_power_of_2(max(dim_v, 16)))
+        self.warps = 8 if wide else 4
+        self.stages = 1 if wide or small else 2
+        # A program of the recurrences keeps [whole_k, block] in registers and 64 steps of each operand in shared memory.
         self.whole_k = triton.next_power_of_2(max(dim_k, 16))
-        self.stages = 1 if self.tight else 2
-        # a program of the recurrences keeps [whole_k, block] in registers and 64 steps of each operand in shared memory
-        large = self.whole_k * x.element_size() > 256
-        self.state_block_v = min(self.block_v, 32 if large or small else 64)
-        self.state_stages = 1 if wide or large or small else 3
-        self.state_warps = 8 if self.whole_k > 128 else 4
-        self.backward_block_v = min(self.block_v, 32 if large or small else 64)
-        self.backward_stages = 1 if wide or large or small else 2
+        large = wide or small or self.whole_k > 128
+        self.state_block_v = min(32 if large else 64, self.block_v)
+        self.state_stages = 1 if large else 3
+        self.state_warps = 8 if self.whole_k > (64 if wide else 128) else 4
+        self.backward_block_v = min(32 if large or major < 9 else 64, self.block_v)
+        self.backward_stages = 1 if large else 2
 
 
 def _common(q: torch.Tensor, v: torch.Tensor, layout: Layout) -> dict[str, Any]:

@@ -176,7 +176,8 @@ def pairs_backward(
     dM *= scale
     dM = tl.where(steps[:, None] >= steps[None, :], dM, tl.trans(dM))
     tl.store(d_attend + square, dM.to(d_attend.dtype.element_ty), mask=inside[:, None])
-    # L = diag(beta) A; of the inverse X, dL = -X^T dX X^T below the diagonal
+    # L = diag(beta) A; of the inverse X, dL = -X^T dX X^T below the diagonal. X again, not to hold registers all along
+    X = tl.load(inverse + square, mask=inside[:, None], other=0.0)
     strict = steps[:, None] > steps[None, :]
     db = tl.sum(dT * X.to(tl.float32), 0)
     dX = tl.where(strict, dT * bt[None, :], 0.0).to(X.dtype)
@@ -428,7 +429,7 @@ def channels_backward(
         )
         if HAS_A:
             part = tl.sum(tl.sum(tl.where(mask, for_rate, 0.0), 1), 0)
-            tl.store(dA_log + (row.to(tl.int64) * HV + hv) * tl.num_programs(0) + kb, part)
+            tl.store(dA_log + (row.to(tl.int64) * HV + hv) * tl.cdiv(K, BK) + kb, part)
         if HAS_BIAS:
             part_bias = tl.sum(tl.where(mask, d_gate, 0.0), 0)
             tl.store(ddt_bias + (row.to(tl.int64) * HV + hv) * K + cols, part_bias, mask=cols < K)

@@ -175,10 +175,11 @@ def chunk_backward(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     layout = Layout(SIZE, B, B * triton.cdiv(T, SIZE), None, None, None)
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and table is not None:
         layout = Layout(SIZE, cu_seqlens.shape[0] - 1, table.shape[0], table, offsets, cu_seqlens)
     keep = saved.G is not None
-    chunks = _Chunks(*saved[11:]) if keep else _chunks(saved, settings, layout, None)
+    # all of them are there, or none
+    chunks = _Chunks(*saved[11:]) if keep else _chunks(saved, settings, layout, None)  # type: ignore[arg-type]
     programs = layout.rows * HV
     do = do.contiguous()
     precision = _precision(k)
@@ -204,7 +205,7 @@ def chunk_backward(
     if initial_state is not None and needs_initial:
         d_initial = torch.empty_like(initial_state)
     d_final = None if d_final is None else d_final.contiguous()
-    BV = _state_block(K, V)
+    BV = _state_block(k, V)
     states_backward[(triton.cdiv(V, BV) * layout.count * HV,)](
         chunks.qg,
         chunks.kg,
@@ -241,8 +242,8 @@ def chunk_backward(
         V_FIRST=settings.v_first,
         PACKED=layout.packed,
         PRECISION=precision,
-        STAGES=_stages(k, (3 * K + 2 * BV) * SIZE, K * BV + 2 * SIZE * BV),
-        num_warps=4,
+        STAGES=_stages(k, (3 * K + 2 * BV) * SIZE, K * BV + 2 * SIZE * BV, 2),
+        num_warps=_state_warps(k),
     )
 
     fresh = torch.empty_like if keep else _itself
@@ -350,8 +351,8 @@ def chunk_backward(
         PRECISION=precision,
         num_warps=4,
     )
-    dA = None if dA_parts is None else dA_parts.sum((0, 2)).view(A_log.shape).to(A_log.dtype)
-    dbias = None if dbias_parts is None else dbias_parts.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
+    dA = None if dA_parts is None or A_log is None else dA_parts.sum((0, 2)).view(A_log.shape).to(A_log.dtype)
+    dbias = None if dbias_parts is None or dt_bias is None else dbias_parts.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
 
     dq, dk = dq_heads, dk_heads
     if HV != H or settings.normalise:
@@ -460,7 +461,7 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
         num_warps=2,
     )
     h = torch.empty(layout.rows, HV, K, V, dtype=k.dtype, device=k.device)
-    BV = _state_block(K, V)
+    BV = _state_block(k, V)
     states_forward[(triton.cdiv(V, BV) * layout.count * HV,)](
         kg,
         w,
@@ -491,8 +492,8 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
         V_FIRST=settings.v_first,
         PACKED=layout.packed,
         PRECISION=precision,
-        STAGES=_stages(k, (2 * K + BV) * SIZE, K * BV + SIZE * BV),
-        num_warps=4,
+        STAGES=_stages(k, (2 * K + BV) * SIZE, K * BV + SIZE * BV, 3),
+        num_warps=_state_warps(k),
     )
     return _Chunks(G, attend, lower, inverse, w, kg, qg, h, u)
 
@@ -515,18 +516,27 @@ def _precision(tensor: torch.Tensor) -> str:
 
 def _block(width: int, most: int) -> int:
     """Columns of a tile: a power of two, at least 16 (for a product) and at most `most`."""
-    return min(most, triton.next_power_of_2(max(width, 16)))
+    return min(most, int(triton.next_power_of_2(max(width, 16))))
 
 
-def _state_block(K: int, V: int) -> int:
+def _state_block(k: torch.Tensor, V: int) -> int:
     """Value columns of one program of the recurrence, which keeps `[K, columns]` in registers."""
-    return _block(V, 64 if K <= 128 else 32)
+    return _block(V, 32 if _wide(k) or _shared_memory(k.device) < 163 * 1024 else 64)
 
 
-def _stages(tensor: torch.Tensor, per_stage: int, besides: int) -> int:
-    """Chunks that the recurrence loads ahead, given elements of shared memory: 3 where they fit, as on an H200."""
-    limit = _shared_memory(tensor.device)
-    return max(1, min(3, (limit // tensor.element_size() - besides) // per_stage))
+def _state_warps(k: torch.Tensor) -> int:
+    return 8 if _wide(k) else 4
+
+
+def _wide(k: torch.Tensor) -> bool:
+    """Whether a key is longer than 128 16-bit floats, for which the recurrence is tuned."""
+    return _block(k.shape[-1], 256) * k.element_size() > 256
+
+
+def _stages(k: torch.Tensor, per_stage: int, besides: int, most: int) -> int:
+    """Chunks that the recurrence loads ahead, given elements of shared memory: `most` where they fit, as on an H200."""
+    room = _shared_memory(k.device) // k.element_size() - besides
+    return max(1, min(most, room // per_stage))
 
 
 def _shared_memory(device: torch.device) -> int:

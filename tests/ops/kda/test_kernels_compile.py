@@ -1,0 +1,27 @@
+"""The kernels of chunked KDA compile, and fit, on GPUs that are not here."""
+
+import pytest
+
+pytest.importorskip('triton')
+from fla.ops.kda.kernels.launch import chunk_backward, chunk_forward
+from tests.ops.kda.test_kernels import BF16, EVERYTHING, FP32, case
+from tests.triton_support.compile_only import compile_only
+
+pytestmark = [pytest.mark.triton, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ('capability', 'dtype', 'dim'),
+    [((9, 0), BF16, 128), ((8, 0), BF16, 128), ((10, 0), BF16, 128), ((12, 0), BF16, 128), ((9, 0), FP32, 256)],
+)
+def test_compiles(capability, dtype, dim):
+    inputs, settings, cu_seqlens = case(dtype, T=8, K=dim, V=dim, raw='softplus', **EVERYTHING)
+    state, A_log, dt_bias = (inputs.pop(name) for name in ('initial_state', 'A_log', 'dt_bias'))
+    with compile_only(capability) as compiled:
+        o, final, saved, _ = chunk_forward(*inputs.values(), settings, state, True, A_log, dt_bias, cu_seqlens)
+        chunk_backward(saved, settings, o, final)
+    print(*compiled, sep='\n')
+    backward = {'outputs_backward', 'states_backward', 'pairs_backward', 'channels_backward', 'heads_backward'}
+    assert backward <= {one.name for one in compiled}
+    if dtype == BF16 and capability == (9, 0):
+        assert all(one.spilled <= 64 for one in compiled if one.name in backward)

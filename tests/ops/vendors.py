@@ -1,0 +1,56 @@
+"""Stand-ins for vendors' packages, and GPUs that are not here."""
+
+import sys
+import types
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fla.ops.backends import default_dispatcher, explain, trace
+from fla.utils.devices import Device
+
+H100 = Device('cuda', 0, 'NVIDIA H100', (9, 0))
+A100 = Device('cuda', 0, 'NVIDIA A100', (8, 0))
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def install(monkeypatch, folder, module, distribution, version, **functions):
+    """A module, and the metadata of the distribution that it comes from."""
+    stub = types.ModuleType(module)
+    vars(stub).update(functions)
+    monkeypatch.setitem(sys.modules, module, stub)
+    info = folder / f'{distribution.replace("-", "_")}-{version}.dist-info'
+    info.mkdir()
+    (info / 'METADATA').write_text(f'Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n')
+    (info / 'top_level.txt').write_text(f'{module}\n')
+    monkeypatch.syspath_prepend(str(folder))
+    return stub
+
+
+def pretend(monkeypatch, *devices):
+    """The dispatcher sees these devices."""
+    monkeypatch.setattr(
+        default_dispatcher(), 'device_facts', lambda platform: tuple(d for d in devices if d.platform == platform)
+    )
+
+
+def fakes(arguments):
+    """The arguments with every tensor on a GPU, without data."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        made = {}
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor) and not name.endswith('_cpu'):
+                value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device='cuda')
+            elif isinstance(value, torch.Tensor):
+                value = mode.from_tensor(value)
+            made[name] = value
+    return made
+
+
+def ran(function, op, arguments):
+    """Which backend serves a call, and what it returns; `explain` must say the same."""
+    said = explain(function, **arguments).winner
+    with trace() as recorded:
+        result = function(**arguments)
+    assert recorded.last_backend(f'{op}.{function.__name__}') == said
+    return said, result
