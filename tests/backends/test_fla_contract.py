@@ -132,7 +132,6 @@ def test_class_attributes_toggle_and_default(op, monkeypatch, value):
         ('allow_neg_eigval', None),
         ('chunk_size', 7),
         ('chunk_size', None),
-        ('chunk_size', 64.0),
         ('mode', 'fused'),
         ('window', (-1, 1)),
         ('window', None),

@@ -651,8 +651,8 @@ def test_drift_of_a_default_verifier(check_package, library):
         from {library.name} import dispatcher
         from fla.ops.backends import dispatch
 
-        def on_cpu(y=None):  #! drift
-            return y is None, 'no'
+        def on_cpu(x=1):  #! drift
+            return x is None, 'no'
 
         @dispatch('op', dispatcher=dispatcher, default_verifier=on_cpu)
         def f(x=None):

@@ -522,7 +522,7 @@ UNKNOWN = [
     (lambda op: prefer_backend('b', 'plainn', op=f'{op}.f').__enter__(), "unknown backend 'plainn'", "'plain'"),
     (lambda op: allow_backends('plainn').__enter__(), "unknown backend 'plainn'", "'plain'"),
     (lambda op: deny_backends('vendor:nvida').__enter__(), "unknown backend 'vendor:nvida'", "'vendor:nvidia'"),
-    (lambda op: deny_backends('impl:native.plain').__enter__(), "unknown backend 'impl:native.plain'", "'impl:native.b'"),
+    (lambda op: deny_backends('impl:native.bb').__enter__(), "unknown backend 'impl:native.bb'", "'impl:native.b'"),
     (lambda op: policy_context(Policy(prefer='plainn')).__enter__(), "unknown backend 'plainn'", "'plain'"),
     (lambda op: set_policy(Policy(deny='plainn')), "unknown backend 'plainn'", "'plain'"),
     (lambda op: set_policy(Policy(order={op: ('b', 'plainn')})), "unknown backend 'plainn'", "'plain'"),

@@ -179,11 +179,10 @@ class OnlyHalf(BaseBackend):
     [
         (None, 'default', 'default', 'default'),
         (OnlyHalf, 'default', None, 'default'),
-        (OnlyHalf(), 'default', None, 'default'),
         (lambda flag: (not flag, 'no flag'), 'default', 'default', None),
         ([OnlyHalf, lambda flag: (not flag, 'no flag')], 'default', None, None),
     ],
-    ids=['none', 'facts', 'instance', 'function', 'both'],
+    ids=['none', 'facts', 'function', 'both'],
 )
 def test_default_verifier(verifier, half, full, flagged):
     toy = Toy(default_verifier=verifier)

@@ -27,8 +27,9 @@ def install(monkeypatch, folder, module, distribution, version, **functions):
     return stub
 
 
-def pretend(monkeypatch, *devices):
-    """The dispatcher sees these devices."""
+def pretend(monkeypatch, *devices, capturing=False):
+    """The dispatcher sees these devices, and a probe runs there inside a CUDA graph capture or not."""
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: capturing)
     monkeypatch.setattr(
         default_dispatcher(), 'device_facts', lambda platform: tuple(d for d in devices if d.platform == platform)
     )

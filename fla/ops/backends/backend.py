@@ -43,10 +43,12 @@ def format_reason(reason: Reason) -> str:
         template, *values = reason
         try:
             return str(template) % tuple(values)
-        except (TypeError, ValueError):
-            return ' '.join(str(part) for part in reason)
+        except Exception:  # a backend's own text must not be what a user's call dies of
+            return str(template)
     return str(reason)
 
+
+_MISSING = object()
 
 ChangeListener = Callable[[Any, str], None]
 
@@ -68,11 +70,19 @@ def _tell(listeners: list[ChangeListener], owner: Any, name: str) -> None:
             listener(owner, name)
 
 
+def _is_already(attributes: Mapping[str, Any], name: str, value: Any) -> bool:
+    """Whether setting an attribute changes nothing."""
+    known = attributes.get(name, _MISSING)
+    return known is value or (type(known) is type(value) and isinstance(value, (bool, int, float, str)) and known == value)
+
+
 class BackendMeta(ABCMeta):
     """Tells dispatch of changed attributes, so that `monkeypatch.setattr(MyBackend, 'priority', 1)` is seen by the next
     call, compiled callers included. Derives from ABCMeta so that backends may mix in ABCs."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
+        if _is_already(vars(cls), name, value):
+            return
         _tell(_before_change, cls, name)
         super().__setattr__(name, value)
         _tell(_after_change, cls, name)
@@ -133,6 +143,8 @@ class BaseBackend(metaclass=BackendMeta):
     verified: ClassVar[bool] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if _is_already(vars(self), name, value):
+            return
         _tell(_before_change, self, name)
         object.__setattr__(self, name, value)
         _tell(_after_change, self, name)
@@ -186,16 +198,29 @@ class BaseBackend(metaclass=BackendMeta):
 
 
 def verdict_of(answer: Any, question: str = 'is_available') -> Verdict:
-    """An availability answer, a bool or `(bool, reason)`, as a verdict."""
-    if isinstance(answer, tuple) and len(answer) == 2:
-        return bool(answer[0]), answer[1]
-    return (True, None) if answer else (False, f'{question}() says no')
+    """An availability answer, a bool or `(bool, reason)`, as a verdict. Nothing else counts as yes."""
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], bool):
+        return answer
+    if isinstance(answer, bool) or answer is None:
+        return (True, None) if answer else (False, f'{question}() says no')
+    return False, f'{question}() must return a bool or (bool, reason), got {type(answer).__name__}'
 
 
 def enabled_by_default(backend: BaseBackend) -> bool:
     """What `default_enable` says. Read off the class: on the instance, a function would be a method."""
     default = vars(backend).get('default_enable', type(backend).default_enable)
-    return bool(default() if callable(default) else default)
+    return as_boolean(default() if callable(default) else default)
+
+
+def as_boolean(answer: Any) -> bool:
+    """An answer to "is it on?".
+
+    Raises:
+        TypeError: for something else than a bool: the text 'no' would be true.
+    """
+    if answer is None or isinstance(answer, (bool, int)):
+        return bool(answer)
+    raise TypeError(f'a bool is needed, got {answer!r}')
 
 
 def toggle_state(name: str | None, default: bool | Callable[[], bool]) -> bool:

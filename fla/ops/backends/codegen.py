@@ -472,7 +472,7 @@ class Explain(Generator):
         self.w.line('_d_c.stale()')
 
     def odd_tensor(self, first: str) -> None:
-        self.w.line(f'if _d_k == 1 and _d_has_override(({first},)): _d_c.offered(_d_type({first}))')
+        self.w.line(f'if _d_k == 1 and _d_has_override(({first},)): return _d_c.offered(_d_type({first}))')
         self.w.line(f'if _d_k == 2: _d_refuse({first!r}, _d_type({first}).__name__)')
 
     def _place(self, tag: str) -> str:

@@ -27,7 +27,13 @@ def check_facts(backend: BaseBackend, *, besides: Collection[str] = ()) -> None:
         RegistrationError: names the attribute, what it is and what it may be.
     """
     for attribute, (right, allowed) in _ATTRIBUTES.items():
-        if attribute not in besides and not right(getattr(backend, attribute)):
+        if attribute in besides:
+            continue
+        try:
+            value = getattr(backend, attribute)
+        except Exception as error:
+            raise RegistrationError(f'{type(backend).__qualname__}.{attribute} raised {error!r}') from error
+        if not right(value):
             raise _wrong(backend, attribute, allowed)
 
 
@@ -121,7 +127,7 @@ def _is_bool(value: Any) -> bool:
 _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     'backend_type': (
         lambda value: _is_word(value) and value != 'base',
-        'an ASCII name of its own without spaces and without , | ; = :',
+        'a name of its own, in ASCII, without spaces and without , | ; = :',
     ),
     'kind': (lambda value: value in ('vendor', 'native', 'reference'), "'vendor', 'native' or 'reference'"),
     'vendor': (_or_none(_is_word), 'the name of a vendor without spaces and without , | ; = :, or None'),

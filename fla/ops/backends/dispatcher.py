@@ -409,6 +409,8 @@ class Dispatcher:
 
     def check_operation(self, name: str) -> None:
         """`name` must be an operation, or one of its functions."""
+        if name == '*':
+            raise unknown_name('operation', name, self.discovery.operations(), '', ' Leave op out to mean every function.')
         if self.discovery.exists(name):
             return
         self.entry(name)

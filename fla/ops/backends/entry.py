@@ -45,6 +45,8 @@ _serials = itertools.count()
 # that are kept, so this is generous; a plan is a few kilobytes.
 _PLANS_KEPT = 64
 _STATES_KEPT = 1024
+# How often a plan that is out of date before it is finished is begun anew.
+_MOST_ATTEMPTS = 20
 
 
 @dataclass(eq=False)
@@ -97,7 +99,7 @@ class Entry:
         self.place = location(self.function)
         self.label = f'{self.dispatcher.namespace.split(".")[0]}::{self.name}'
         self._check_call = self._check_arguments()
-        self._check_default_verifier()
+        self._check_what_default_needs()
         self._box = Box()
         self._boxed: dict[tuple[Any, State, int], str] = {}
         self._namespace = self._make_namespace()
@@ -124,7 +126,6 @@ class Entry:
             '_d_check': self.check,
             '_d_classify': tensors.classify,
             '_d_cold': while_tracing(self._plan_again),
-            '_d_complete': while_tracing(self._complete),
             '_d_decide': tensors.decide,
             '_d_dict': dict,
             '_d_dyn': torch.compiler.is_dynamo_compiling,
@@ -198,7 +199,7 @@ class Entry:
             )
         return call.arguments
 
-    def _check_default_verifier(self) -> None:
+    def _check_what_default_needs(self) -> None:
         if self.default_verifier is not None:
             unknown = self.signature.call(self.default_verifier).unknown
             if unknown:
@@ -289,7 +290,7 @@ class Entry:
         if serial != self._installed and f'plan{serial}' not in self._boxed.values():
             return 0
         dispatcher = self.dispatcher
-        while True:
+        for attempt in itertools.count():
             complete = dispatcher.discovery.load(self.operation)
             base = dispatcher.state()
             if complete:
@@ -298,16 +299,28 @@ class Entry:
             # for `base` and no newer state: a scope that came and went meanwhile would leave its plan under this one
             kept = self._make(base.above(self.own) if self.own is not None else base)
             with lock:
-                if dispatcher.generation(self.operation) == generation and dispatcher.state() == base:
-                    self._keep(base, kept, complete)
+                unchanged = dispatcher.state() == base and dispatcher.generation(self.operation) == generation
+                if unchanged:
+                    self._keep(base, kept, None if complete else self._complete)
+                    break
+                if attempt == _MOST_ATTEMPTS:
+                    # somebody changes it as fast as it is planned: serve this call, plan again on the next
+                    self._keep(base, kept, _from_the_second_time())
+                    logs.warn_once(
+                        ('restless', self.key),
+                        '%s: backends or policy changed %d times while it was planned. If an is_available, probe or '
+                        'is_enabled changes its own backend or the policy, it must not.',
+                        self.key,
+                        attempt,
+                    )
                     break
         self._announce(kept)
         return 1
 
-    def _keep(self, state: State, kept: Kept, complete: bool) -> None:
-        if not complete:
-            # a backend module is still loading further up this thread: serve this call, plan again on the next
-            kept = self._provisional(kept)
+    def _keep(self, state: State, kept: Kept, until: Callable[[], int] | None) -> None:
+        """Install a plan; for good, or `until` something, asked on each call, that makes the function plan again."""
+        if until is not None:
+            kept = self._provisional(kept, until)
         else:
             self._by_policy.pop(kept.plan.policy, None)
             self._by_policy[kept.plan.policy] = kept
@@ -321,14 +334,17 @@ class Entry:
         self._boxed = {}
         self._install(kept)
 
-    def _provisional(self, kept: Kept) -> Kept:
+    def _provisional(self, kept: Kept, until: Callable[[], int]) -> Kept:
         head, _, body = kept.source.partition('\n')
+        name = f'_d_until{kept.serial}'
+        self._namespace[name] = while_tracing(until)
         forward = self.signature.forward_all()
         again = f'        if _d_cold({kept.serial!r}) and _d_dyn(): _d_restart()\n        return _d_self({forward})'
-        source = f'{head}\n    if _d_complete():\n{again}\n{body}'
+        source = f'{head}\n    if {name}():\n{again}\n{body}'
         code = self._compile(source, f'provisional {next(_serials)}').__code__
         # the body's names live as long as the code they were made for, so this code has to hold that one
         weakref.finalize(code, id, kept)
+        self._drop_with(code, name)
         return Kept(kept.plan, code, source, kept.serial)
 
     def _complete(self) -> int:
@@ -478,7 +494,14 @@ class Entry:
             raise TypeError("bind() needs a backend, a policy, or fields of one such as prefer='tilelang'")
         if backend is not None:
             fields['use'] = (backend,) if isinstance(backend, str) else tuple(backend)
-        policy = replace(Policy(**fields) if policy is None else policy, op=self.key)
+        policy = Policy(**fields) if policy is None else policy
+        if not isinstance(policy, Policy):
+            raise TypeError(f'policy must be a Policy, got {policy!r}')
+        if policy.op is not None:
+            self.dispatcher.check_operation(policy.op)
+            if not policy.concerns(self.operation, self.name):
+                raise ValueError(f'the policy is for {policy.op!r} and would say nothing of {self.key}')
+        policy = replace(policy, op=self.key)
         self.dispatcher.check_tokens(policy.tokens(), self.operation)
         entry = Entry(
             self.dispatcher,
@@ -527,6 +550,12 @@ class Entry:
 # reached in eager from frames that Dynamo gave up on; tracing all that explains a call takes half a minute
 never_a_frame(Entry._raise_no_backend, callees=True)
 never_a_frame(Entry._ranged)
+
+
+def _from_the_second_time() -> Callable[[], int]:
+    """0 when first called, then 1."""
+    calls = itertools.count()
+    return lambda: min(next(calls), 1)
 
 
 def _drop(owner: weakref.ref[Entry], names: tuple[str, ...]) -> None:

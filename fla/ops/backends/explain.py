@@ -196,7 +196,7 @@ class _Collector:
             self.error = f'the call is offered to {cls.__qualname__}.__torch_function__, which decides'
 
 
-def explain_entry(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], platform: str | None) -> Decision:
+def explain_entry(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], platform: Any) -> Decision:
     """`explain` for an entry point."""
     bound = entry.signature.signature.bind(*args, **kwargs)
     if entry.dispatcher.baseline:
@@ -323,7 +323,11 @@ def describe_argument(value: Any) -> str:
     """A value in a few words: a tensor's dtype, shape and device."""
     if isinstance(value, torch.Tensor):
         grad = ', requires grad' if value.requires_grad else ''
-        return f'{str(value.dtype).removeprefix("torch.")}{list(value.shape)} on {value.device}{grad}'
+        try:
+            shape = str(list(value.shape))
+        except RuntimeError:  # a nested tensor has none
+            shape = '[nested]'
+        return f'{str(value.dtype).removeprefix("torch.")}{shape} on {value.device}{grad}'
     if isinstance(value, (list, tuple)):
         inner = ', '.join(describe_argument(item) for item in value[:4])
         return f'{type(value).__name__}({inner}{", …" if len(value) > 4 else ""})'
@@ -334,13 +338,13 @@ def describe_argument(value: Any) -> str:
 # -- another platform -----------------------------------------------------------------------------------------------------
 
 
-def _device_named(name: str) -> Device:
-    word = name.strip().casefold()
+def _device_named(name: str | torch.device) -> Device:
+    word = str(name).strip().casefold().partition(':')[0]
     if word in KNOWN_DEVICES:
         return KNOWN_DEVICES[word]
     if word in PLATFORMS:
         return Device(word)
-    raise unknown_name('platform', name, {*KNOWN_DEVICES, *PLATFORMS})
+    raise unknown_name('platform', str(name), {*KNOWN_DEVICES, *PLATFORMS})
 
 
 def _facts_elsewhere(here: Facts, device: Device, assumed: set[int]) -> Facts:
@@ -380,7 +384,9 @@ def _as_if_on(bound: inspect.BoundArguments, platform: str) -> tuple[tuple[Any, 
     return bound.args, bound.kwargs
 
 
-def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = None, **kwargs: Any) -> Decision:
+def explain(
+    function: Callable[..., Any], /, *args: Any, platform: str | torch.device | None = None, **kwargs: Any
+) -> Decision:
     """What the call `function(*args, **kwargs)` would run and why, without running it.
 
     Args:
@@ -398,4 +404,10 @@ def explain(function: Callable[..., Any], /, *args: Any, platform: str | None = 
     """
     from fla.ops.backends.describe import entry_of
 
-    return explain_entry(entry_of(function), args, kwargs, platform)
+    entry = entry_of(function)
+    if inspect.ismethod(function):
+        args = (function.__self__, *args)
+    if 'platform' in entry.signature.names:
+        # the call's own argument; such a function cannot be explained for other hardware
+        kwargs, platform = ({**kwargs, 'platform': platform} if platform is not None else kwargs), None
+    return explain_entry(entry, args, kwargs, platform)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fla.ops.backends.backend import BackendMeta, BaseBackend
+from fla.ops.backends.declaration import check_declaration
+from fla.ops.backends.errors import RegistrationError
 from fla.ops.backends.plan import Member, overrides
 from fla.ops.backends.policy import matches
 from fla.ops.backends.registry import Registration
@@ -42,6 +44,12 @@ def _registered(function: Entry, registration: Registration) -> Member | None:
         stand_in: BaseBackend = BackendMeta('NotImported', (BaseBackend,), {'backend_type': registration.name})()
         reason = f'cannot be imported: {registration.error or "not imported yet"}'
         return Member(stand_in, None, None, unusable=reason, origin=registration.origin)
+    try:
+        check_declaration(backend)
+    except RegistrationError as error:
+        # right when it was registered, and set to something else since
+        broken: BaseBackend = BackendMeta('Broken', (BaseBackend,), {'backend_type': registration.name})()
+        return Member(broken, None, None, unusable=str(error), origin=registration.origin)
     implementation = getattr(backend, name, None)
     if not callable(implementation):
         return None

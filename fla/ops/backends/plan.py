@@ -292,7 +292,7 @@ def _per_device(
 def _declared_tests(signature: Signature, backend: BaseBackend) -> list[Test]:
     """Tests for the facts a backend declares: other devices, dtypes, grad."""
     tests = []
-    if backend.grad == 'none' and (signature.tensors or signature.tensor_groups):
+    if backend.grad == 'none' and (signature.tensors or signature.tensor_groups or signature.unknown):
         tests += _grad_tests(signature)
     for name, allowed in _per_parameter(signature, backend.dtypes).items():
         binding = _binding('dtypes', backend, name)
@@ -345,7 +345,7 @@ def _grad_tests(signature: Signature) -> list[Test]:
             needs.append(f'({name} is not None and _d_getattr({name}, "requires_grad", False))')
         else:
             needs.append(f'{name}.requires_grad')
-    needs += [f'_d_any_grad({name})' for name in signature.tensor_groups]
+    needs += [f'_d_any_grad({name})' for name in (*signature.tensor_groups, *signature.unknown)]
     backward = f'_d_grad_enabled() and ({" or ".join(needs)})'
     return [
         Test(backward, 'inference only, and a tensor argument requires grad'),

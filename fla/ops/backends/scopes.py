@@ -50,6 +50,8 @@ class Scope:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self.entered:
+            raise RuntimeError(f'{self.verb} was left without having been entered')
         token = self.entered.pop()
         if token is None:
             virtual = self.dispatcher.virtual

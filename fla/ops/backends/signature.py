@@ -22,7 +22,33 @@ EMPTY = inspect.Parameter.empty
 
 RESERVED_PREFIX = '_d_'
 
-_TENSOR = re.compile(r'\b\w*Tensor\b')
+_TENSOR = re.compile(r'\b(\w*Tensor|Parameter)\b')
+# Annotations of which every word is one of these belong to no tensor.
+_NO_TENSOR = {
+    'int',
+    'float',
+    'bool',
+    'str',
+    'bytes',
+    'complex',
+    'None',
+    'NoneType',
+    'Optional',
+    'Union',
+    'Literal',
+    'Callable',
+    'class',
+    'typing',
+    'torch',
+    'dtype',
+    'device',
+    'layout',
+    'types',
+    'collections',
+    'abc',
+    'True',
+    'False',
+}
 _MANY = re.compile(r'\b(list|tuple|sequence|iterable|dict|mapping)\b', re.IGNORECASE)
 
 
@@ -73,6 +99,9 @@ class Signature:
         self.tensors = tuple(n for n in self.names if n in hits and n not in groups)
         rest = [p for p in self.parameters.values() if p.kind in (VAR_POSITIONAL, VAR_KEYWORD)]
         self.tensor_groups = groups + tuple(p.name for p in rest if _TENSOR.search(repr(p.annotation)))
+        # whatever is neither known to be a tensor nor known to be none: looked at when it matters that no tensor is missed
+        known = {*self.tensors, *self.tensor_groups}
+        self.unknown = tuple(p.name for p in self.parameters.values() if p.name not in known and _may_hold_tensors(p))
 
     def default(self, name: str) -> Any:
         """The default of a parameter, `EMPTY` where it is required."""
@@ -193,6 +222,15 @@ class Signature:
                 mine = 'required' if self.default(name) is EMPTY else repr(self.default(name))
                 found.append(f'default of {name!r} is {parameter.default!r}, in the public function {mine}')
         return found
+
+
+def _may_hold_tensors(parameter: inspect.Parameter) -> bool:
+    if parameter.annotation is EMPTY:
+        # the default tells what an unannotated option is
+        return not isinstance(parameter.default, (bool, int, float, str))
+    text = parameter.annotation if isinstance(parameter.annotation, str) else repr(parameter.annotation)
+    words = re.findall(r'[A-Za-z_]+', re.sub(r"'[^']*'", ' ', text) if 'Literal' in text else text)
+    return not set(words) <= _NO_TENSOR
 
 
 def parameters_of(method: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -74,10 +74,12 @@ def platform_of(value: Any) -> str:
 
 
 def same(value: Any, default: Any) -> bool:
-    """Whether an argument holds its default. Never compares a tensor by value."""
+    """Whether an argument holds its default. Only plain values are compared: a tensor or an array would be read."""
     if value is default:
         return True
-    return not isinstance(value, torch.Tensor) and type(value) is type(default) and bool(value == default)
+    if isinstance(value, (bool, int, float)) and isinstance(default, (bool, int, float)):
+        return bool(value == default)  # `scale=1` is `scale=1.0`
+    return isinstance(value, (str, bytes, tuple)) and type(value) is type(default) and bool(value == default)
 
 
 def decide(answer: Any) -> Any:
@@ -95,6 +97,8 @@ def any_requires_grad(values: Any) -> bool:
         return any(any_requires_grad(value) for value in values.values())
     if isinstance(values, (list, tuple)):
         return any(any_requires_grad(value) for value in values)
+    if isinstance(values, torch.nn.Module):
+        return any(parameter.requires_grad for parameter in values.parameters())
     return False
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from fla.ops.backends import logs
-from fla.ops.backends.backend import BaseBackend, enabled_by_default
+from fla.ops.backends.backend import BaseBackend, as_boolean, enabled_by_default
 from fla.ops.backends.errors import BackendBugError
 from fla.ops.backends.plan import Gate, overrides
 from fla.ops.backends.signature import location
@@ -30,6 +30,9 @@ from fla.utils.env import (
     parse_boolean,
     text_of,
 )
+
+# Spellings remembered per toggle: more than anybody has on purpose.
+_MOST_SPELLINGS = 64
 
 _VARIABLE = re.compile(r'[A-Z][A-Z0-9_]+')
 
@@ -83,6 +86,9 @@ class Toggles:
         current = tuple(_raw(name, env) for name in names)
         start = {(None,), *((live_value(text),) for text in TRUE_LITERALS + FALSE_LITERALS)} if len(names) == 1 else set()
         known = self._spellings.setdefault(names, start)
+        if len(known) >= _MOST_SPELLINGS and current not in known:
+            known.clear()
+            known.update(start)
         known.add(current)
 
         def states(values: tuple[Any, ...]) -> bool | None:
@@ -148,7 +154,7 @@ def _ask(backend: BaseBackend, what: str, question: Callable[[], Any], strict: b
         BackendBugError: under strict.
     """
     try:
-        return bool(question()), None
+        return as_boolean(question()), None
     except Exception as error:
         problem = f'{what} raised {type(error).__name__}: {error}'
         text = f'{what} of backend {backend.backend_type!r} ({location(type(backend))}) raised'
@@ -174,7 +180,11 @@ def _raw(name: str, env: Mapping[str, str | None] | None) -> Any:
 def warn_not_boolean(name: str, text: str) -> None:
     """One warning for a value that is no boolean."""
     logs.warn_once(
-        ('not boolean', name, text), '%s=%r is not a boolean: use %s. It counts as unset.', name, text, BOOLEAN_CHOICES
+        ('not boolean', name, text[:80]),
+        '%s=%.80r is not a boolean: use %s. It counts as unset.',
+        name,
+        text,
+        BOOLEAN_CHOICES,
     )
 
 

@@ -4,6 +4,7 @@ and what is allowed. Metadata only, unless reading a value costs no synchronisat
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +35,7 @@ def are_plain(
     try:
         batch, length, heads, dim = shape = q.shape
         batch_v, length_v, value_heads, value_dim = v.shape
-        dtype, device = q.dtype, q.get_device()
+        dtype, device = q.dtype, q.device
         token = (batch, length, value_heads)
         return (
             k.shape == shape
@@ -43,6 +44,7 @@ def are_plain(
             and g.shape == ((*token, dim) if per_channel else token)
             and beta.shape == token
             and heads > 0
+            and value_heads > 0
             and value_heads % heads == 0
             and 0 < dim <= MAX_HEAD_DIM
             and 0 < value_dim <= MAX_HEAD_DIM
@@ -51,10 +53,10 @@ def are_plain(
             and v.dtype is dtype
             and g.dtype in (torch.float32, dtype)
             and beta.dtype in (torch.float32, dtype)
-            and k.get_device() == device
-            and v.get_device() == device
-            and g.get_device() == device
-            and beta.get_device() == device
+            and k.device == device
+            and v.device == device
+            and g.device == device
+            and beta.device == device
             and (initial_state is None or _is_plain_state(initial_state, q, v, batch, state_v_first))
         )
     except (AttributeError, ValueError, TypeError):
@@ -65,11 +67,14 @@ def _is_plain_state(
     state: torch.Tensor, q: torch.Tensor, v: torch.Tensor, count: int | torch.SymInt, state_v_first: bool
 ) -> bool:
     dims = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
-    return (
-        state.shape == (count, v.shape[2], *dims)
-        and state.dtype in (torch.float32, q.dtype)
-        and state.get_device() == q.get_device()
-    )
+    return state.shape == (count, v.shape[2], *dims) and state.dtype in (torch.float32, q.dtype) and state.device == q.device
+
+
+def check_given(**tensors: torch.Tensor | None) -> None:
+    """Arguments that must be there."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise TypeError(f'argument {name!r} must be a tensor, got None')
 
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -87,7 +92,7 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if v.shape[:2] != q.shape[:2]:
         raise ValueError(f'v must have the batch and time of q {list(q.shape[:2])}, got {list(v.shape[:2])}')
     heads, value_heads = q.shape[2], v.shape[2]
-    if heads == 0 or value_heads % heads != 0:
+    if heads == 0 or value_heads == 0 or value_heads % heads != 0:
         raise ValueError(f'the heads of v must be a multiple of those of q: v has {value_heads}, q has {heads}')
     for name, size in (('q', q.shape[3]), ('v', v.shape[3])):
         if not 1 <= size <= MAX_HEAD_DIM:
@@ -120,6 +125,8 @@ def check_cu_seqlens(
     for name, lens in (('cu_seqlens', cu_seqlens), ('cu_seqlens_cpu', cu_seqlens_cpu)):
         if lens is None:
             continue
+        if not isinstance(lens, torch.Tensor):
+            raise TypeError(f'{name} must be a tensor [N + 1], got {type(lens).__name__}')
         if lens.dim() != 1 or lens.shape[0] < 1:
             raise ValueError(f'{name} must have one dimension [N + 1], got shape {list(lens.shape)}')
         if lens.dtype not in (torch.int32, torch.int64):
@@ -137,6 +144,9 @@ def check_cu_seqlens(
     for name, lens in (('cu_seqlens', cu_seqlens), ('cu_seqlens_cpu', cu_seqlens_cpu)):
         if lens is not None and (check_values or _readable(lens)):
             _check_lens(name, lens, int(q.shape[1]))
+    if cu_seqlens_cpu is not None and _readable(cu_seqlens_cpu) and (check_values or _readable(cu_seqlens)):
+        if cu_seqlens_cpu.tolist() != cu_seqlens.tolist():
+            raise ValueError('cu_seqlens_cpu must hold the values of cu_seqlens')
     return cu_seqlens.shape[0] - 1
 
 
@@ -204,8 +214,10 @@ def check_gate_parameters(
 
 def check_lower_bound(safe_gate: bool, use_gate_in_kernel: bool, lower_bound: float | None) -> None:
     """`safe_gate` promises g ≥ −5 a step: with raw gates that needs `lower_bound` in [−5, 0)."""
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f'lower_bound must be negative (usually -5), got {lower_bound}')
+    if lower_bound is not None and not isinstance(lower_bound, (int, float)):
+        raise TypeError(f'lower_bound must be a number, got {type(lower_bound).__name__}')
+    if lower_bound is not None and not -math.inf < lower_bound < 0:
+        raise ValueError(f'lower_bound must be negative and finite (usually -5), got {lower_bound}')
     if lower_bound is not None and not use_gate_in_kernel:
         raise ValueError('lower_bound belongs to raw gates: pass use_gate_in_kernel=True, or leave lower_bound out')
     if safe_gate and use_gate_in_kernel and (lower_bound is None or lower_bound < -5):
@@ -218,8 +230,10 @@ def check_chunk_options(
     """What only the chunked forms take."""
     if cp_context is not None:
         raise NotImplementedError('cp_context: context parallelism is not there yet; pass None')
-    if chunk_size is not None and chunk_size not in allowed:
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size not in allowed):
         raise ValueError(f'chunk_size must be None or one of {list(allowed)}, got {chunk_size}')
+    if chunk_indices is not None and not isinstance(chunk_indices, torch.Tensor):
+        raise TypeError(f'chunk_indices must be a tensor [chunks, 2], got {type(chunk_indices).__name__}')
     if chunk_indices is not None and (chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2):
         raise ValueError(f'chunk_indices must be [chunks, 2], got shape {list(chunk_indices.shape)}')
 
@@ -235,6 +249,7 @@ __all__ = [
     'check_companion',
     'check_cu_seqlens',
     'check_gate_parameters',
+    'check_given',
     'check_log_gate',
     'check_lower_bound',
     'check_per_token',

@@ -46,9 +46,12 @@ def chunked_delta_rule(
         o `[N, H, chunks, C, V]`, and the states `[N, H, K, V]` before and after each chunk.
     """
     size = q.shape[-2]
-    g = g.cumsum(-2)
-    grown = g.exp()
-    left = (g[..., -1:, :] - g).exp()
+    # Differences of long sums: in float32 one strong gate would cost the weak ones behind it their last digits. No decay
+    # below e^-1000 differs from 0, and -inf - -inf would be NaN.
+    exact = torch.float32 if g.device.type == 'mps' else torch.float64
+    g = g.clamp(min=-1000.0).cumsum(-2, dtype=exact)
+    grown = g.to(q.dtype).exp()
+    left = (g[..., -1:, :] - g).to(q.dtype).exp()
     inner = _decayed_products(torch.stack((k * beta, q)), k, g)
     lower, attend = inner[0].tril(-1), inner[1].tril()
     eye = torch.eye(size, dtype=q.dtype, device=q.device)
@@ -68,9 +71,15 @@ def chunked_delta_rule(
     return torch.stack(outs, 2), before, after
 
 
+def plain_int(number: int | torch.SymInt) -> int:
+    """Of a symbolic size, its value, which becomes a condition of the graph. Dynamo keeps `int(number)` symbolic."""
+    return len(range(number))
+
+
 def in_chunks(x: torch.Tensor, size: int) -> torch.Tensor:
     """`[N, H, T, D]` to `[N, H, chunks, size, D]`, the last chunk filled up with zeros."""
-    return F.pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size))
+    chunks = plain_int(-(-x.shape[2] // size))
+    return F.pad(x, (0, 0, 0, chunks * size - x.shape[2])).unflatten(2, (chunks, size))
 
 
 def _decayed_products(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
@@ -79,11 +88,11 @@ def _decayed_products(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torc
     x: `[2, N, H, chunks, C, K]`; k: `[N, H, chunks, C, K]`; g: `[..., C, K]` or, one gate per head, `[..., C, 1]`.
     """
     if g.shape[-1] == 1:
-        decay = (g - g.transpose(-1, -2)).clamp(max=0).exp()
+        decay = (g - g.transpose(-1, -2)).clamp(max=0).to(k.dtype).exp()
         return (x @ k.transpose(-1, -2)) * decay
     blocks = g.shape[-2] // BLOCK
     xs, ks, gs = (y.unflatten(-2, (blocks, BLOCK)) for y in (x, k, g))
-    relative = (gs[..., :, None, :] - gs[..., None, :, :]).clamp(max=0).exp()
+    relative = (gs[..., :, None, :] - gs[..., None, :, :]).clamp(max=0).to(k.dtype).exp()
     diagonal = torch.einsum('a...ic,...ijc->a...ij', xs, relative * ks[..., None, :, :])
     rows = []
     for block in range(blocks):
@@ -91,8 +100,10 @@ def _decayed_products(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torc
         if block:
             before = slice(0, block * BLOCK)
             start = gs[..., block, :1, :]
-            scaled = k[..., before, :] * (start - g[..., before, :]).exp()
-            parts.append((xs[..., block, :, :] * (gs[..., block, :, :] - start).exp()) @ scaled.transpose(-1, -2))
+            scaled = k[..., before, :] * (start - g[..., before, :]).to(k.dtype).exp()
+            parts.append(
+                (xs[..., block, :, :] * (gs[..., block, :, :] - start).to(k.dtype).exp()) @ scaled.transpose(-1, -2)
+            )
         parts.append(diagonal[..., block, :, :])
         rows.append(F.pad(torch.cat(parts, -1), (0, (blocks - block - 1) * BLOCK)))
     return torch.cat(rows, -2)

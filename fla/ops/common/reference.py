@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fla.ops.common.chunked import BLOCK, CHUNK, chunked_delta_rule, in_chunks
+from fla.ops.common.chunked import BLOCK, CHUNK, chunked_delta_rule, in_chunks, plain_int
 from fla.ops.common.gates import wide
 
 
@@ -30,7 +30,7 @@ class Result:
 @contextlib.contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
     """float32 inside stays float32. Entered only where autocast is on: it costs more than a decode step."""
-    if not torch.is_autocast_enabled(device.type):
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         yield
         return
     with torch.autocast(device.type, enabled=False):
@@ -80,10 +80,10 @@ def delta_rule(
     with without_autocast(q.device):
         if gv is not None:
             o, final = _steps(q, k, v, g, wide(gv).transpose(1, 2), beta, state, cu_seqlens)
-            states = state[:, None]
+            states = state[:, None].clone()
         elif q.shape[2] == 1 and cu_seqlens is None:
             o, final = _step(q, k, v, g, beta, state)
-            states = state[:, None]
+            states = state[:, None].clone()
         elif cu_seqlens is None:
             o, final, states = _equal(q, k, v, g, beta, state, chunk_size)
         else:
@@ -120,6 +120,8 @@ def _steps(
     """Step by step, for decays of value channels, which have no chunked form. Reads `cu_seqlens` on the host."""
     if cu_seqlens is not None:
         ends = cu_seqlens.tolist()
+        if len(ends) == 1:
+            return v.clone(), state.clone()
         parts = [
             _steps(*(x[:, :, start:end] for x in (q, k, v, g, gv, beta)), state[n : n + 1], None)
             for n, (start, end) in enumerate(itertools.pairwise(ends))
@@ -131,7 +133,7 @@ def _steps(
         state = state * gv[:, :, now].exp()
         o, state = _step(q[:, :, now], k[:, :, now], v[:, :, now], g[:, :, now], beta[:, :, now], state)
         outs.append(o)
-    return torch.cat(outs, 2) if outs else v, state
+    return (torch.cat(outs, 2), state) if outs else (v.clone(), state.clone())
 
 
 def _equal(
@@ -146,8 +148,9 @@ def _equal(
     """Sequences of one length, in chunks."""
     length = q.shape[2]
     if length == 0 or q.shape[0] == 0:
-        return v, state, state.new_zeros(state.shape[0], 0, *state.shape[1:])
-    size = min(chunk_size or CHUNK, -(-length // BLOCK) * BLOCK)
+        return v.clone(), state.clone(), state.new_zeros(state.shape[0], 0, *state.shape[1:])
+    # one graph a number of chunks: with symbolic sizes further in, compiling takes minutes
+    size = min(chunk_size or CHUNK, plain_int(-(-length // BLOCK)) * BLOCK)
     o, before, after = chunked_delta_rule(*(in_chunks(x, size) for x in (q, k, v, g, beta)), state)
     return o.flatten(2, 3)[:, :, :length], after[-1], torch.stack(before, 1)
 
@@ -165,12 +168,12 @@ def _packed(
     """Packed sequences: each begins a chunk of its own, in as many rows of chunks as there can be."""
     length, count, size = q.shape[2], cu_seqlens.shape[0] - 1, chunk_size or CHUNK
     if length == 0 or count == 0:
-        return v, state, state.new_zeros(1, 0, *state.shape[1:])
+        return (torch.zeros_like(v) if length else v.clone()), state.clone(), state.new_zeros(1, 0, *state.shape[1:])
     starts = cu_seqlens[:-1].clamp(0, length)
     lengths = (cu_seqlens[1:].clamp(0, length) - starts).clamp(min=0)
     chunks = -(-lengths // size)
     ends = chunks.cumsum(0)
-    rows = torch.arange(-(-length // size) + count, device=q.device)
+    rows = torch.arange(plain_int(-(-length // size) + count), device=q.device)
     sequence = torch.searchsorted(ends, rows, right=True).clamp(max=count - 1)
     chunk = rows - (ends - chunks)[sequence]
     used = rows < ends[-1]
@@ -182,7 +185,8 @@ def _packed(
     first = (chunk == 0) & used
 
     def enter(row: int, reached: torch.Tensor) -> torch.Tensor:
-        return torch.where(first[row], state[sequence[row]][None], reached)
+        # not `state[sequence[row]]`: an index without dimensions is read on the host
+        return torch.where(first[row], state.index_select(0, sequence[row : row + 1]), reached)
 
     o, before, after = chunked_delta_rule(*cut, torch.zeros_like(state[:1]), enter)
     finals = torch.cat(after)[(ends - 1).clamp(min=0)]

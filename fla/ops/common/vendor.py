@@ -20,8 +20,8 @@ def for_tma(x: torch.Tensor) -> torch.Tensor:
 def smallest_call(device: Device, call: Callable[[torch.device], torch.Tensor], expected: float) -> Verdict:
     """Whether a package's smallest real call works on a CUDA device: every number of the result is within 2 % of `expected`.
 
-    A package that imports may still be unusable (built for another PyTorch, no kernel for this GPU, no compiler), and may then
-    compute nonsense without an error. An exception of `call` is left to whoever asks `probe()`, and becomes a reason.
+    A package that imports may still be unusable (built for another PyTorch, no kernel for this GPU, no compiler), and may
+    then compute nonsense without an error. An exception of `call` is left to whoever asks `probe()`, and becomes a reason.
     """
     if torch.cuda.is_current_stream_capturing():
         return False, 'asked for inside a CUDA graph capture, where it cannot be tried: call it once before, then refresh()'

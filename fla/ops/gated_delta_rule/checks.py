@@ -10,6 +10,7 @@ from fla.ops.common.checks import (
     check_chunk_options,
     check_cu_seqlens,
     check_gate_parameters,
+    check_given,
     check_log_gate,
     check_per_token,
     check_qkv,
@@ -44,6 +45,7 @@ def check_chunk(
         and are_plain(q, k, v, g, beta, initial_state, state_v_first, False)
     ):
         return
+    check_given(q=q, k=k, v=v, g=g, beta=beta)
     check_tensors(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
     )
@@ -83,6 +85,7 @@ def check_fused_recurrent(
         and are_plain(q, k, v, g, beta, initial_state, state_v_first, False)
     ):
         return
+    check_given(q=q, k=k, v=v)
     check_tensors(
         q=q,
         k=k,

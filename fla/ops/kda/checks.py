@@ -10,6 +10,7 @@ from fla.ops.common.checks import (
     check_chunk_options,
     check_cu_seqlens,
     check_gate_parameters,
+    check_given,
     check_log_gate,
     check_lower_bound,
     check_per_token,
@@ -52,7 +53,7 @@ def check_chunk(
     check_state(initial_state, q, v, count, state_v_first)
     check_chunk_options(chunk_size, (32, 64), None, cp_context)
     if return_intermediate_states:
-        _check_intermediate_states(q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu)
+        _check_intermediate_states((q, k, v, g, beta, initial_state, A_log, dt_bias), cu_seqlens, cu_seqlens_cpu)
     if check_values and not use_gate_in_kernel:
         check_log_gate('g', g)
 
@@ -102,6 +103,7 @@ def _check(
     dt_bias: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> None:
+    check_given(q=q, k=k, v=v, g=g, beta=beta)
     check_tensors(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
     )
@@ -112,16 +114,8 @@ def _check(
 
 
 def _check_intermediate_states(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    cu_seqlens_cpu: torch.Tensor | None,
+    given: tuple[torch.Tensor | None, ...], cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None
 ) -> None:
-    given = (q, k, v, g, beta, initial_state)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         raise ValueError('return_intermediate_states is for inference: call it under torch.no_grad()')
     if cu_seqlens is not None and cu_seqlens_cpu is None:

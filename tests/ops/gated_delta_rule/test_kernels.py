@@ -13,9 +13,9 @@ from tests.triton_support.compile_only import compile_only
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = ('q', 'k', 'v', 'g', 'beta', 'A_log', 'dt_bias', 'initial_state')
-# Relative RMS errors. The last two gradients are sums over all steps, of terms that cancel.
-BOUNDS = {FP32: 1e-5, FP16: 1e-3, BF16: 6e-3}
-BOUNDS_OF_SUMS = {FP32: 5e-5, FP16: 5e-3, BF16: 2e-2}
+# Relative RMS errors: of most results, of dg and dbeta, and of the sums over all steps, whose terms cancel.
+BOUNDS = {FP32: (1e-5, 1e-5, 5e-5), FP16: (1e-3, 2e-3, 4e-3), BF16: (6e-3, 1.2e-2, 2e-2)}
+KIND = {'dg': 1, 'dbeta': 1, 'dA_log': 2, 'ddt_bias': 2}
 IN_KERNEL = {'use_qk_l2norm_in_kernel': True, 'use_beta_sigmoid_in_kernel': True, 'use_gate_in_kernel': True}
 EVERYTHING = {**IN_KERNEL, 'allow_neg_eigval': True, 'state_v_first': True, 'HV': 2}
 
@@ -116,8 +116,7 @@ def errors(tensors, cu_seqlens, options, with_final=True):
 
 def check(dtype=FP32, with_final=True, **options):
     found = errors(*case(dtype, **options), with_final)
-    bounds = {name: (BOUNDS_OF_SUMS if name in ('dA_log', 'ddt_bias') else BOUNDS)[dtype] for name in found}
-    wrong = {name: e for name, e in found.items() if not e < bounds[name]}
+    wrong = {name: e for name, e in found.items() if not e < BOUNDS[dtype][KIND.get(name, 0)]}
     assert not wrong, f'{wrong} of {found}'
 
 
@@ -234,7 +233,7 @@ def test_same_bits():
 @pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize(('dtype', 'dim'), [(BF16, 128), (BF16, 256), (FP32, 128), (FP32, 256)])
+@pytest.mark.parametrize(('dtype', 'dim'), [(BF16, 128), (FP32, 256)])
 def test_compiles(capability, dtype, dim):
     """And fits: see `compile_only`."""
     tensors, cu_seqlens, options = case(dtype, K=dim, V=dim, device='meta', **IN_KERNEL)

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from fla.ops.backends import default_dispatcher, explain
 from fla.ops.common.naive import delta_rule_steps
@@ -14,7 +15,12 @@ from fla.ops.kda.backends.reference import KDAReference
 from fla.utils.testing import assert_close
 from tests.ops.vendors import A100, BF16, FP32, H100, fakes, install, pretend, ran
 
-FLAGS = {'use_qk_l2norm_in_kernel': True, 'use_gate_in_kernel': True, 'use_beta_sigmoid_in_kernel': True, 'lower_bound': -5.0}
+FLAGS = {
+    'use_qk_l2norm_in_kernel': True,
+    'use_gate_in_kernel': True,
+    'use_beta_sigmoid_in_kernel': True,
+    'lower_bound': -5.0,
+}
 VERSION = '0.0.1.post20260526'
 
 
@@ -25,12 +31,25 @@ class Package:
         self.calls = []
 
     def fwd(
-        self, q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None, cu_seqlens=None
+        self,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        out,
+        A_log,
+        dt_bias,
+        lower_bound,
+        initial_state=None,
+        final_state=None,
+        cu_seqlens=None,
     ):
         self.calls.append(
             {'scale': scale, 'lower_bound': lower_bound, 'initial': initial_state, 'final': final_state, 'cu': cu_seqlens}
         )
-        batch, length, heads, dim = q.shape
+        batch, _, heads, dim = q.shape
         for x in (q, k, v, g, out):
             assert (x.shape, x.dtype, x.is_contiguous()) == (q.shape, BF16, True)
         assert (beta.shape, beta.dtype, beta.is_contiguous()) == (q.shape[:3], BF16, True)
@@ -57,6 +76,7 @@ def fresh_dispatch(monkeypatch):
     default_dispatcher().reset()
     yield
     default_dispatcher().reset()
+    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -142,8 +162,7 @@ def test_inference_only(package):
     arguments['A_log'].requires_grad_()
     decision = explain(chunk_kda, **arguments)
     assert decision.winner == 'default'
-    assert 'A_log' in decision['flash_kda'].reason
-    assert 'grad' in decision['flash_kda'].reason
+    assert decision['flash_kda'].reason == 'inference only, and a tensor argument requires grad'
     with torch.no_grad():
         assert explain(chunk_kda, **arguments).winner == 'flash_kda'
 
@@ -202,6 +221,21 @@ def test_needs_hopper(package, monkeypatch):
     assert decision['flash_kda'].reason == 'needs compute capability 9.0, NVIDIA A100 has 8.0'
 
 
+def test_the_verifier_is_traceable():
+    """And does not compile anew for another length."""
+    backend, counter = FlashKDABackend(), CompileCounter()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def double_if_served(q, v):
+        return q * 2 if backend.chunk_kda_verifier(q, v, True, True, True, -5.0, None)[0] else q
+
+    for length in (7, 12, 33):
+        q, wrong = torch.ones(2, length, 2, 128), torch.ones(2, length, 2, 64)
+        assert double_if_served(q, q).eq(2).all()
+        assert double_if_served(q, wrong).eq(1).all()
+    assert counter.frame_count <= 2  # one for each answer; that which does nothing is no graph
+
+
 # -- whether it can be used -------------------------------------------------------------------------------------------------
 
 
@@ -235,13 +269,25 @@ def computes_nonsense(q, k, v, g, beta, scale, out, **others):
     out.fill_(7.0)
 
 
+probe = FlashKDABackend.probe
+
+
 def test_the_probe_accepts_what_works(package, monkeypatch):
-    monkeypatch.undo()
-    # on the CPU, where the stand-in computes
-    made = Package()
-    monkeypatch.setitem(__import__('sys').modules, 'flash_kda', type('flash_kda', (), {'fwd': staticmethod(made.fwd)}))
-    assert float(flash_kda._one_step(torch.device('cpu')).float().sub(0.5).abs().max()) < 0.01
-    assert made.calls
+    one_step = flash_kda._one_step
+    monkeypatch.setattr(flash_kda, '_one_step', lambda device: one_step(torch.device('cpu')))
+    monkeypatch.setattr(FlashKDABackend, 'probe', probe)
+    backend, _ = ran(chunk_kda, 'kda', fakes(case()))
+    assert backend == 'flash_kda'
+    assert len(package.calls) == 1  # with real tensors, although the call has none
+
+
+def test_the_probe_is_not_tried_inside_a_capture(package, monkeypatch):
+    monkeypatch.setattr(FlashKDABackend, 'probe', probe)
+    pretend(monkeypatch, H100, capturing=True)
+    decision = explain(chunk_kda, **fakes(case()))
+    assert decision.winner == 'default'
+    assert 'inside a CUDA graph capture' in decision['flash_kda'].reason
+    assert not package.calls
 
 
 @pytest.mark.parametrize(
@@ -278,7 +324,8 @@ def test_numbers(package, name):
     given = {key: value for key, value in given.items() if key not in flags}
     given['scale'] = 128**-0.5 if given['scale'] is None else given['scale']
     before = {key: value.clone() for key, value in given.items() if isinstance(value, torch.Tensor)}
-    o, final = flash_kda._forward(**given, v_first=given.pop('state_v_first', False))
+    v_first = given.pop('state_v_first', False)
+    o, final = flash_kda._forward(**given, v_first=v_first)
     assert (o.dtype, o.is_contiguous()) == (BF16, True)
     assert_close('o', expected[0], o, 5e-3)
     assert (final is None) == (expected[1] is None)

@@ -30,17 +30,15 @@ class GatedDeltaRuleReference(BaseBackend):
         allow_neg_eigval: bool = False,
         state_v_first: bool = False,
         cu_seqlens: torch.Tensor | None = None,
-        cu_seqlens_cpu: torch.Tensor | None = None,
-        chunk_indices: torch.Tensor | None = None,
-        cp_context: object = None,
+        cu_seqlens_cpu: torch.Tensor | None = None,  # lint: allow ignored-argument because it says what cu_seqlens says
+        chunk_indices: torch.Tensor | None = None,  # lint: allow ignored-argument because they follow from cu_seqlens
+        cp_context: object = None,  # lint: allow ignored-argument because the check refuses one
         *,
         use_gate_in_kernel: bool = False,
         A_log: torch.Tensor | None = None,
         dt_bias: torch.Tensor | None = None,
         chunk_size: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # cu_seqlens_cpu and chunk_indices say nothing that cu_seqlens does not; the check has refused a cp_context
-        del cu_seqlens_cpu, chunk_indices, cp_context
         q, k = (l2norm(q), l2norm(k)) if use_qk_l2norm_in_kernel else (q, k)
         if use_gate_in_kernel and A_log is not None:
             g = gdn_gate(g, A_log, dt_bias)

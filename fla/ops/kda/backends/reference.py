@@ -29,21 +29,19 @@ class KDAReference(BaseBackend):
         use_gate_in_kernel: bool = False,
         use_beta_sigmoid_in_kernel: bool = False,
         allow_neg_eigval: bool = False,
-        safe_gate: bool = False,
+        safe_gate: bool = False,  # lint: allow ignored-argument because it promises what nothing here needs
         lower_bound: float | None = None,
-        disable_recompute: bool = False,
+        disable_recompute: bool = False,  # lint: allow ignored-argument because autograd keeps everything
         return_intermediate_states: bool = False,
         state_v_first: bool = False,
         cu_seqlens: torch.Tensor | None = None,
         cu_seqlens_cpu: torch.Tensor | None = None,
-        cp_context: object = None,
+        cp_context: object = None,  # lint: allow ignored-argument because the check refuses one
         *,
         A_log: torch.Tensor | None = None,
         dt_bias: torch.Tensor | None = None,
         chunk_size: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        # these choose between ways to the same result, or say what cu_seqlens says; the check has refused a cp_context
-        del safe_gate, disable_recompute, cp_context
         q, k = (l2norm(q), l2norm(k)) if use_qk_l2norm_in_kernel else (q, k)
         g = kda_gate(g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
         beta = beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta

@@ -1,0 +1,148 @@
+"""Softmax attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fla.layers.cache import Cache, check_cache
+from fla.layers.padding import check_hidden
+from fla.modules.layernorm import RMSNorm
+from fla.modules.rotary import RotaryEmbedding
+from fla.ops.attn import parallel_attn
+from fla.ops.attn.naive import visible
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention with grouped heads, rotary positions and, if wanted, a window and norms of q and k.
+
+    Args:
+        hidden_size: of the input and output.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of `num_heads`. Default: `num_heads`.
+        head_dim: of a head. Default: hidden_size / num_heads.
+        qkv_bias: whether the projections of q, k and v have a bias.
+        qk_norm: an RMS norm of each head of q and k, before the rotation.
+        window_size: how many steps a query sees, itself the last. Default: all.
+        rope_theta: base of the rotary frequencies; None: no positions.
+        layer_idx: place in the cache.
+        norm_eps: of the norms.
+
+    Raises:
+        ValueError: for sizes that do not fit.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762; Ainslie et al. 2023, "GQA", arXiv 2305.13245.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        num_heads: int = 32,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        window_size: int | None = None,
+        rope_theta: float | None = 10000.0,
+        layer_idx: int | None = None,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.window_size, self.layer_idx = hidden_size, window_size, layer_idx
+        self.num_heads, self.num_kv_heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % self.num_kv_heads:
+            raise ValueError(f'num_heads = {num_heads} must be a multiple of num_kv_heads, got {num_kv_heads}')
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(f'hidden_size = {hidden_size} must be a multiple of num_heads, got {num_heads}: pass head_dim')
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+
+        kv_dim = self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, kv_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, kv_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
+        self.rotary = None if rope_theta is None else RotaryEmbedding(self.head_dim, base=rope_theta)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+        use_cache: bool = False,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None, Cache | None]:
+        """Mix the steps of each sequence. Mind the order of the flags, which is not that of the recurrent layers.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+            attention_mask: `[B, S]`, 1 for steps and 0 for padding anywhere, S all steps up to now, cached ones included.
+                Padding is not seen, has no position, and gets zeros out.
+            past_key_values: the keys and values to go on from, updated in place; not with `cu_seqlens`.
+            output_attentions: must be False; the weights are not kept.
+            use_cache: with no `past_key_values`, make a new cache.
+            cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1.
+
+        Returns:
+            The output `[B, T, hidden_size]`, None, and the cache or None.
+
+        Raises:
+            TypeError, ValueError: for arguments that do not fit.
+        """
+        if output_attentions:
+            raise ValueError('output_attentions: the attention weights are not kept; pass False')
+        check_hidden(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
+        if past_key_values is None and use_cache:
+            past_key_values = Cache()
+        check_cache(past_key_values, self.layer_idx)
+        if past_key_values is not None and cu_seqlens is not None:
+            raise ValueError('past_key_values holds a row for each sequence: with cu_seqlens, pass none and no use_cache')
+        batch, length = hidden_states.shape[:2]
+        state = None if past_key_values is None or self.layer_idx is None else past_key_values[self.layer_idx]
+        past = 0 if state is None else state.length
+        if attention_mask is not None and attention_mask.shape[1] != past + length:
+            raise ValueError(
+                f'attention_mask must have S = {past + length} columns ({past} cached and T = {length} new steps), '
+                f'got {attention_mask.shape[1]}'
+            )
+
+        q = self.q_proj(hidden_states).view(batch, length, self.num_heads, self.head_dim)
+        k = self.k_proj(hidden_states).view(batch, length, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(hidden_states).view(batch, length, self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            steps = None if attention_mask is None else (attention_mask.long().cumsum(1) - 1)[:, past:]
+            q, k = self.rotary(q, k, past, cu_seqlens, position_ids=steps)
+        if state is not None:
+            if state.keys_values is not None:
+                k, v = (torch.cat([old, new], 1) for old, new in zip(state.keys_values, (k, v), strict=True))
+            state.keys_values, state.length = (k, v), past + length
+
+        if attention_mask is None:
+            o = parallel_attn(q, k, v, window_size=self.window_size, cu_seqlens=cu_seqlens)
+        else:
+            o = self._padded(q, k, v, attention_mask)
+        return self.o_proj(o.reshape(batch, length, -1)), None, past_key_values
+
+    def _padded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Each row with its own padding, which no argument of `parallel_attn` can say. A window counts steps alone."""
+        kept = attention_mask.bool()
+        seen = visible(q, k)[None] & kept[:, None]
+        if self.window_size is not None:
+            place = kept.long().cumsum(1)
+            seen &= place[:, None] > place[:, -q.shape[1] :, None] - self.window_size
+        # padding sees something, for the softmax of nothing is no number
+        seen |= ~kept[:, -q.shape[1] :, None]
+        o = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=seen[:, None],
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        )
+        return o.transpose(1, 2) * kept[:, -q.shape[1] :, None, None]

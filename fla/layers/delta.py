@@ -1,0 +1,176 @@
+"""What the layers around a gated delta rule share: projections, short convolutions, cache, padding, gated norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fla.layers.cache import Cache, check_cache
+from fla.layers.padding import Packing, check_hidden
+from fla.modules.convolution import ShortConvolution
+
+
+class DeltaLayer(nn.Module):
+    """Base of the layers. A subclass adds the projections of gate and output gate, and names its operation."""
+
+    # Looked up on the class, so that functions do not become methods.
+    chunk: ClassVar[Callable[..., Any]]
+    fused_recurrent: ClassVar[Callable[..., Any]]
+    # Modules and parameters of the subclass.
+    o_norm: nn.Module
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expand_v: float,
+        head_dim: int,
+        num_heads: int,
+        num_v_heads: int | None,
+        mode: str,
+        use_short_conv: bool,
+        allow_neg_eigval: bool,
+        conv_size: int,
+        conv_bias: bool,
+        layer_idx: int | None,
+    ) -> None:
+        super().__init__()
+        if mode not in ('chunk', 'fused_recurrent'):
+            raise ValueError(f"mode must be 'chunk' or 'fused_recurrent', got {mode!r}")
+        self.hidden_size, self.mode, self.layer_idx = hidden_size, mode, layer_idx
+        self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
+        if self.num_v_heads % num_heads:
+            raise ValueError(f'num_v_heads must be a multiple of num_heads = {num_heads}, got {num_v_heads}')
+        self.head_k_dim, self.head_v_dim = head_dim, int(head_dim * expand_v)
+        if self.head_v_dim != head_dim * expand_v:
+            raise ValueError(f'expand_v times head_dim = {head_dim} must be whole, got expand_v = {expand_v}')
+        self.key_dim, self.value_dim = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
+        self.use_short_conv, self.allow_neg_eigval = use_short_conv, allow_neg_eigval
+
+        self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias, 'silu')
+            self.k_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias, 'silu')
+            self.v_conv1d = ShortConvolution(self.value_dim, conv_size, conv_bias, 'silu')
+
+    def raw_gate(self, x: torch.Tensor) -> torch.Tensor:
+        """The gate's raw values for x `[B, T, hidden]`, shaped as the operation wants them."""
+        raise NotImplementedError
+
+    def output_gate(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The raw output gate `[B, T, value_dim]`, or None."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None, Cache | None]:
+        """Mix the steps of each sequence.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+            attention_mask: `[B, S]`, 1 for steps and 0 for padding anywhere; the last T columns are of `hidden_states`.
+                Padding changes no state, and gets zeros out. Ignored where T is 1, and costs a wait for the device.
+            past_key_values: the states to go on from, updated in place.
+            use_cache: with no `past_key_values`, make a new cache.
+            output_attentions: must be False; there are no attention weights.
+            cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1.
+
+        Returns:
+            The output `[B, T, hidden_size]`, None, and the cache or None.
+
+        Raises:
+            TypeError, ValueError: for arguments that do not fit.
+        """
+        if output_attentions:
+            raise ValueError('output_attentions: a linear recurrence has no attention weights; pass False')
+        check_hidden(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
+        if past_key_values is None and use_cache:
+            past_key_values = Cache()
+        check_cache(past_key_values, self.layer_idx)
+
+        length = hidden_states.shape[1]
+        packing = None
+        if attention_mask is not None and length > 1:
+            packing = Packing.of(attention_mask[:, -length:])
+            hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
+        out = self._mix(hidden_states, past_key_values, cu_seqlens, decoding=length == 1)
+        if past_key_values is not None and self.layer_idx is not None:
+            past_key_values[self.layer_idx].length += length
+        return out if packing is None else packing.unpack(out), None, past_key_values
+
+    def _mix(self, x: torch.Tensor, cache: Cache | None, cu_seqlens: torch.Tensor | None, decoding: bool) -> torch.Tensor:
+        batch, length = x.shape[:2]
+        state = cache[self.layer_idx] if cache is not None and self.layer_idx is not None else None
+        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.use_short_conv:
+            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+            before = (None, None, None) if state is None or state.conv is None else state.conv
+            results = [
+                convolution(y, cache=past, output_final_state=state is not None, cu_seqlens=cu_seqlens)
+                for convolution, y, past in zip(convolutions, projected, before, strict=True)
+            ]
+            q, k, v = (y for y, _ in results)
+            if state is not None:
+                state.conv = tuple(after for _, after in results)
+        else:
+            q, k, v = (F.silu(y) for y in projected)
+
+        recurrence = type(self).fused_recurrent if decoding or self.mode == 'fused_recurrent' else type(self).chunk
+        o, final = recurrence(
+            q.view(batch, length, self.num_heads, self.head_k_dim),
+            k.view(batch, length, self.num_heads, self.head_k_dim),
+            v.view(batch, length, self.num_v_heads, self.head_v_dim),
+            g=self.raw_gate(x),
+            beta=self.b_proj(x),
+            initial_state=None if state is None else state.recurrent,
+            output_final_state=state is not None,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            cu_seqlens=cu_seqlens,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+        )
+        if state is not None:
+            state.recurrent = final
+        gate = self.output_gate(x)
+        o = self.o_norm(o) if gate is None else self.o_norm(o, gate.view(o.shape))
+        out: torch.Tensor = self.o_proj(o.reshape(batch, length, self.value_dim))
+        return out
+
+
+def decay_parameters(heads: int, biases: int, least: float) -> tuple[nn.Parameter, nn.Parameter]:
+    """A_log `[heads]`, of A uniform between `least` and 16, and dt_bias `[biases]`, such that softplus(dt_bias) is spread
+    evenly, in logarithm, between 0.001 and 0.1.
+
+    Source: Dao and Gu 2024, "Transformers are SSMs" (Mamba-2), arXiv 2405.21060.
+    """
+    A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32).uniform_(least, 16).log())
+    low, high = math.log(0.001), math.log(0.1)
+    dt = torch.empty(biases, dtype=torch.float32).uniform_(low, high).exp()
+    # the inverse of softplus
+    dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
+    for parameter in (A_log, dt_bias):
+        # what optimizers' grouping looks for
+        parameter._no_weight_decay = True  # type: ignore[attr-defined]
+    return A_log, dt_bias
+
+
+__all__ = ['DeltaLayer', 'decay_parameters']

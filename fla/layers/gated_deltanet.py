@@ -1,0 +1,87 @@
+"""Gated delta net."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fla.layers.delta import DeltaLayer, decay_parameters
+from fla.modules.fused_norm_gate import FusedRMSNormGated
+from fla.modules.layernorm import RMSNorm
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+
+class GatedDeltaNet(DeltaLayer):
+    """The token mixer of Gated DeltaNet: short convolutions, the gated delta rule with a decay per head, a gated norm.
+
+    Args:
+        hidden_size: of the input and output.
+        expand_v: V / K, the size of a value head by that of a key head.
+        head_dim: K.
+        num_heads: query and key heads, H.
+        num_v_heads: value heads, a multiple of H. Default: H.
+        mode: 'chunk', or 'fused_recurrent' for whole sequences too; a single step is always recurrent.
+        use_gate: an output gate, in the norm.
+        use_short_conv: causal convolutions over q, k and v before the recurrence; without, silu alone.
+        allow_neg_eigval: beta up to 2, so that the state can be reflected.
+        conv_size: steps of a convolution; conv_bias: whether it has a bias.
+        layer_idx: place in the cache.
+        norm_eps: of the norm.
+
+    Parameters are named as in published checkpoints: `q_proj`, `k_proj`, `v_proj`, `a_proj`, `b_proj`, `g_proj`, `o_proj`,
+    `A_log` `[HV]`, `dt_bias` `[HV]`, `q_conv1d.weight` `[D, 1, W]`, …, `o_norm.weight` `[V]`.
+
+    Raises:
+        ValueError: for sizes that do not fit.
+
+    Source: Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv 2412.06464.
+    """
+
+    chunk = chunk_gated_delta_rule
+    fused_recurrent = fused_recurrent_gated_delta_rule
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 2,
+        head_dim: int = 256,
+        num_heads: int = 6,
+        num_v_heads: int | None = None,
+        mode: str = 'chunk',
+        use_gate: bool = True,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        layer_idx: int | None = None,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            expand_v,
+            head_dim,
+            num_heads,
+            num_v_heads,
+            mode,
+            use_short_conv,
+            allow_neg_eigval,
+            conv_size,
+            conv_bias,
+            layer_idx,
+        )
+        self.use_gate = use_gate
+        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        # A above 0: its logarithm is a parameter
+        self.A_log, self.dt_bias = decay_parameters(self.num_v_heads, self.num_v_heads, least=0.01)
+        if use_gate:
+            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+            self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps, activation='swish')
+        else:
+            self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps)
+
+    def raw_gate(self, x: torch.Tensor) -> torch.Tensor:
+        raw: torch.Tensor = self.a_proj(x)
+        return raw
+
+    def output_gate(self, x: torch.Tensor) -> torch.Tensor | None:
+        return self.g_proj(x) if self.use_gate else None

@@ -1,0 +1,86 @@
+"""Kimi delta attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fla.layers.delta import DeltaLayer, decay_parameters
+from fla.modules.fused_norm_gate import FusedRMSNormGated
+from fla.ops.kda import chunk_kda, fused_recurrent_kda
+
+
+class KimiDeltaAttention(DeltaLayer):
+    """The token mixer of Kimi Linear: short convolutions, the delta rule with a decay per channel, a gated norm.
+
+    Args:
+        hidden_size: of the input and output.
+        expand_v: V / K, the size of a value head by that of a key head.
+        head_dim: K.
+        num_heads: query and key heads, H.
+        num_v_heads: value heads, a multiple of H. Default: H.
+        mode: 'chunk', or 'fused_recurrent' for whole sequences too; a single step is always recurrent.
+        use_short_conv: causal convolutions over q, k and v before the recurrence; without, silu alone.
+        allow_neg_eigval: beta up to 2, so that the state can be reflected.
+        conv_size: steps of a convolution; conv_bias: whether it has a bias.
+        layer_idx: place in the cache.
+        norm_eps: of the norm.
+
+    Parameters are named as in published checkpoints: `q_proj`, `k_proj`, `v_proj`, `b_proj`, `o_proj`, the low-rank
+    projections of the decay, `f_proj.0` and `f_proj.1`, and of the output gate, `g_proj.0` and `g_proj.1` (with a bias),
+    `A_log` `[HV]`, `dt_bias` `[HV * K]`, `q_conv1d.weight` `[D, 1, W]`, …, `o_norm.weight` `[V]`.
+
+    Raises:
+        ValueError: for sizes that do not fit.
+
+    Source: Kimi Team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture", arXiv 2510.26692.
+    """
+
+    chunk = chunk_kda
+    fused_recurrent = fused_recurrent_kda
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 1,
+        head_dim: int = 128,
+        num_heads: int = 16,
+        num_v_heads: int | None = None,
+        mode: str = 'chunk',
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        layer_idx: int | None = None,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            expand_v,
+            head_dim,
+            num_heads,
+            num_v_heads,
+            mode,
+            use_short_conv,
+            allow_neg_eigval,
+            conv_size,
+            conv_bias,
+            layer_idx,
+        )
+        gates = self.num_v_heads * self.head_k_dim
+        self.f_proj = nn.Sequential(
+            nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, gates, bias=False)
+        )
+        self.g_proj = nn.Sequential(
+            nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, self.value_dim, bias=True)
+        )
+        self.A_log, self.dt_bias = decay_parameters(self.num_v_heads, gates, least=1)
+        self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps, activation='sigmoid')
+
+    def raw_gate(self, x: torch.Tensor) -> torch.Tensor:
+        raw: torch.Tensor = self.f_proj(x)
+        return raw.view(*x.shape[:2], self.num_v_heads, self.head_k_dim)
+
+    def output_gate(self, x: torch.Tensor) -> torch.Tensor | None:
+        gate: torch.Tensor = self.g_proj(x)
+        return gate

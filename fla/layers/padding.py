@@ -1,0 +1,63 @@
+"""Padded batches as packed sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fla.ops.backends import check_tensors
+
+
+def check_hidden(
+    hidden_states: torch.Tensor,
+    hidden_size: int,
+    attention_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    """hidden_states `[B, T, hidden_size]`, a mask `[B, at least T]`, and not both a mask and `cu_seqlens`."""
+    check_tensors(hidden_states=hidden_states, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
+    if hidden_states.dim() != 3 or hidden_states.shape[2] != hidden_size:
+        raise ValueError(f'hidden_states must be [B, T, {hidden_size}], got {list(hidden_states.shape)}')
+    if attention_mask is None:
+        return
+    if cu_seqlens is not None:
+        raise ValueError('attention_mask is for padded batches and cu_seqlens for packed ones: pass one of them')
+    batch, length = hidden_states.shape[:2]
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+        raise ValueError(
+            f'attention_mask must be [B, S], 1 for steps and 0 for padding, with B = {batch} and S at least T = {length}, '
+            f'got {list(attention_mask.shape)}'
+        )
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the steps of a padded batch are.
+
+    Attributes:
+        places: of the steps in the flat `[B * T]`.
+        cu_seqlens: `[B + 1]`, int32.
+        shape: (B, T).
+    """
+
+    places: torch.Tensor
+    cu_seqlens: torch.Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> Packing:
+        """Of a mask `[B, T]`, padding anywhere. Waits for the device: how many steps there are decides the shapes."""
+        kept = mask.bool()
+        cu_seqlens = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).int()
+        return cls(kept.flatten().nonzero()[:, 0], cu_seqlens, (mask.shape[0], mask.shape[1]))
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, T, D]` to `[1, steps, D]`."""
+        return x.reshape(-1, x.shape[-1])[self.places][None]
+
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+        """`[1, steps, D]` to `[B, T, D]`, zeros for padding."""
+        batch, length = self.shape
+        flat = x.new_zeros(batch * length, x.shape[-1]).index_copy(0, self.places, x[0])
+        return flat.reshape(batch, length, -1)

@@ -1,0 +1,11 @@
+"""Layers' building blocks: norms, gates, short convolutions, rotary embedding. Each is a dispatched function of operation
+`modules`, with a class that holds its parameters where it has any."""
+
+from __future__ import annotations
+
+from fla.modules.convolution import ShortConvolution
+from fla.modules.fused_norm_gate import FusedRMSNormGated
+from fla.modules.layernorm import RMSNorm
+from fla.modules.rotary import RotaryEmbedding
+
+__all__ = ['FusedRMSNormGated', 'RMSNorm', 'RotaryEmbedding', 'ShortConvolution']

@@ -1,0 +1,98 @@
+"""Gated activations."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fla.modules.checks import check_dims, check_floating, check_same, check_shape
+from fla.ops.backends import dispatch
+from fla.ops.common.gates import wide
+
+
+def _gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (F.silu(wide(x)) * wide(y)).to(x.dtype)
+
+
+def _check_swiglu(x: torch.Tensor, y: torch.Tensor) -> None:
+    check_floating(x=x, y=y)
+    check_same('y', y, 'x', x)
+
+
+@dispatch('modules', check=_check_swiglu)
+def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`silu(x) y`, in at least float32 and rounded once.
+
+    Args:
+        x, y: tensors of one shape and dtype: float16, bfloat16, float32 or float64.
+
+    Returns:
+        A tensor like x.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202.
+    """
+    return _gated(x, y)
+
+
+def _check_silu_and_mul(x: torch.Tensor) -> None:
+    check_floating(x=x)
+    check_dims('x', x, 1, '[..., 2D]')
+    if x.shape[-1] % 2:
+        raise ValueError(f'the last dimension of x must be even, [..., 2D], got shape {list(x.shape)}')
+
+
+@dispatch('modules', check=_check_silu_and_mul)
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`silu(first half) second half` of the last dimension, in at least float32 and rounded once.
+
+    Args:
+        x: `[..., 2D]`, float16, bfloat16, float32 or float64.
+
+    Returns:
+        `[..., D]` in x's dtype.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+
+    Source: as for `swiglu`.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return _gated(first, second)
+
+
+def _check_swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    check_floating(x=x, y=y, weight=weight, bias=bias)
+    check_dims('x', x, 1, '[..., D]')
+    check_same('y', y, 'x', x)
+    if weight.dim() != 2:
+        raise ValueError(f'weight must be [out, D], got shape {list(weight.shape)}')
+    check_shape('weight', weight, (weight.shape[0], x.shape[-1]), '[out, D]')
+    check_shape('bias', bias, weight.shape[:1], '[out]')
+    for name, tensor in (('weight', weight), ('bias', bias)):
+        if tensor is None or tensor.dtype == x.dtype:
+            continue
+        kind = x.device.type
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            raise TypeError(f'{name} must have the dtype of x, {x.dtype}, outside autocast, got {tensor.dtype}')
+
+
+@dispatch('modules', check=_check_swiglu_linear)
+def swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear(swiglu(x, y), weight, bias)`: the second half of a SwiGLU feed-forward layer.
+
+    Args:
+        x, y: `[..., D]`, tensors of one shape and dtype: float16, bfloat16, float32 or float64.
+        weight: `[out, D]`; bias: `[out]` or None; the dtype of x, under autocast any.
+
+    Returns:
+        `[..., out]` in x's dtype, under autocast in autocast's.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+
+    Source: as for `swiglu`.
+    """
+    return F.linear(_gated(x, y), weight, bias)

@@ -1,0 +1,52 @@
+"""Checks of arguments that the modules share. They raise before any backend is asked, and name the argument, what came and
+what is allowed. Metadata only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fla.ops.backends import check_tensors
+from fla.ops.common.checks import FLOATS
+
+SILU = ('silu', 'swish')
+
+
+def check_floating(**tensors: torch.Tensor | None) -> None:
+    """Every argument given is a float16, bfloat16, float32 or float64 tensor, and all are on one device."""
+    check_tensors(**tensors)
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in FLOATS:
+            raise TypeError(f'{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}')
+
+
+def check_shape(name: str, tensor: torch.Tensor | None, wanted: Sequence[int | torch.SymInt], meaning: str) -> None:
+    """A tensor that is given has the wanted shape."""
+    if tensor is not None and tuple(tensor.shape) != tuple(wanted):
+        raise ValueError(f'{name} must be {meaning} = {list(wanted)}, got {list(tensor.shape)}')
+
+
+def check_dims(name: str, tensor: torch.Tensor, least: int, meaning: str) -> None:
+    """A tensor has at least so many dimensions."""
+    if tensor.dim() < least:
+        raise ValueError(f'{name} must be {meaning}, got shape {list(tensor.shape)}')
+
+
+def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Two tensors have one shape and one dtype."""
+    check_shape(name, tensor, other.shape, f'shaped like {other_name}')
+    if tensor.dtype != other.dtype:
+        raise TypeError(f'{name} must have the dtype of {other_name}, {other.dtype}, got {tensor.dtype}')
+
+
+def check_eps(eps: float) -> None:
+    """A small number that is added under a square root."""
+    if not eps >= 0:
+        raise ValueError(f'eps must be at least 0, got {eps}')
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """A value is one of a few."""
+    if value not in allowed:
+        raise ValueError(f'{name} must be one of {list(allowed)}, got {value!r}')

@@ -1,0 +1,117 @@
+"""The norm and the output gate that follow a linear-attention layer, in one function."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fla.modules.checks import SILU, check_choice, check_floating, check_shape
+from fla.modules.layernorm import check_norm, normalized
+from fla.ops.backends import dispatch
+from fla.ops.common.gates import wide
+
+ACTIVATIONS = (*SILU, 'sigmoid')
+
+
+def _check(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    activation: str,
+    residual: torch.Tensor | None,
+    eps: float,
+) -> None:
+    check_floating(x=x, g=g)
+    check_norm(x, weight, bias, residual, eps)
+    check_shape('g', g, x.shape, 'shaped like x')
+    check_choice('activation', activation, ACTIVATIONS)
+
+
+@dispatch('modules', check=_check)
+def rms_norm_gated(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    activation: str = 'swish',
+    residual: torch.Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm(x + residual) act(g)`, in at least float32 and rounded once.
+
+    Args:
+        x: `[..., D]`, float16, bfloat16, float32 or float64.
+        g: the gate, shaped like x, any floating dtype.
+        weight, bias, residual, prenorm, residual_in_fp32: as for `rms_norm`.
+        activation: 'swish' (or 'silu'): `g sigmoid(g)`; 'sigmoid'.
+        eps: added to the mean square. Mind that `FusedRMSNormGated` has another default.
+
+    Returns:
+        y in x's dtype; with `prenorm` the pair (y, x + residual).
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+
+    Source: the output gate of Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464 (swish), and of Kimi Team 2025,
+    "Kimi Linear", arXiv 2510.26692 (sigmoid).
+    """
+    y, total = normalized(x, weight, bias, residual, eps, residual_in_fp32)
+    gate = wide(g)
+    y = y * (gate.sigmoid() if activation == 'sigmoid' else nn.functional.silu(gate))
+    return (y.to(x.dtype), total) if prenorm else y.to(x.dtype)
+
+
+class FusedRMSNormGated(nn.Module):
+    """`rms_norm_gated` with its weight.
+
+    Args:
+        hidden_size: D, the size of the last dimension.
+        elementwise_affine: whether there is a weight `[D]`.
+        eps: added to the mean square.
+        activation: 'swish', 'silu' or 'sigmoid'.
+        device, dtype: of the weight.
+
+    Raises:
+        ValueError: for an unknown activation.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        activation: str = 'swish',
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice('activation', activation, ACTIVATIONS)
+        self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
+        self.eps, self.activation = eps, activation
+        weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter('weight', weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weight 1."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """See `rms_norm_gated`."""
+        return rms_norm_gated(x, g, self.weight, None, self.activation, residual, prenorm, residual_in_fp32, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return f'{self.hidden_size}, eps={self.eps}, activation={self.activation}'

@@ -1,0 +1,182 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fla.modules.checks import check_dims, check_floating, check_shape
+from fla.ops.backends import check_tensors, dispatch
+from fla.ops.common.checks import check_cu_seqlens
+from fla.ops.common.gates import wide
+
+
+def rotary_embedding_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Rotate the first R of D channels, pair by pair: `(a, b) -> (a cos - b sin, a sin + b cos)`.
+
+    Args:
+        x: `[B, T, H, D]`.
+        cos, sin: `[T, R / 2]` or `[B, T, R / 2]`.
+        interleaved: pairs are neighbours; otherwise channel i is paired with i + R / 2.
+
+    Returns:
+        A tensor like x; in between at least float32.
+    """
+    cos, sin = (wide(table).unsqueeze(-2) for table in (cos, sin))
+    rotated = 2 * cos.shape[-1]
+    pairs, rest = wide(x[..., :rotated]), x[..., rotated:]
+    if interleaved:
+        a, b = pairs[..., 0::2], pairs[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    else:
+        a, b = pairs.chunk(2, -1)
+        turned = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    return torch.cat([turned.to(x.dtype), rest], -1)
+
+
+def _check(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    seqlen_offsets: int | torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    check_values: bool,
+) -> None:
+    check_floating(x=x, cos=cos, sin=sin)
+    if x.dim() != 4:
+        raise ValueError(f'x must be [B, T, H, D], got shape {list(x.shape)}')
+    check_dims('cos', cos, 2, '[S, R / 2]')
+    check_shape('cos', cos, cos.shape[:2], '[S, R / 2]')
+    check_shape('sin', sin, cos.shape, 'shaped like cos')
+    if 2 * cos.shape[1] > x.shape[3]:
+        raise ValueError(f'cos [S, R / 2] turns R = {2 * cos.shape[1]} channels, but x has D = {x.shape[3]}')
+    count = check_cu_seqlens(x, cu_seqlens, None, check_values)
+    if isinstance(seqlen_offsets, torch.Tensor):
+        check_tensors(x=x, seqlen_offsets=seqlen_offsets)
+        check_shape('seqlen_offsets', seqlen_offsets, (count,), 'an int or a tensor [N]')
+        if seqlen_offsets.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f'seqlen_offsets must be int32 or int64, got {seqlen_offsets.dtype}')
+    elif cu_seqlens is None and not 0 <= seqlen_offsets <= cos.shape[0] - x.shape[1]:
+        raise ValueError(
+            f'cos has S = {cos.shape[0]} rows, too few for T = {x.shape[1]} steps from position '
+            f'seqlen_offsets = {seqlen_offsets} on'
+        )
+    if check_values and x.shape[1]:
+        last = positions(x, seqlen_offsets, cu_seqlens).aminmax()
+        if last.min < 0 or last.max >= cos.shape[0]:
+            raise ValueError(f'cos has S = {cos.shape[0]} rows, but positions go from {last.min} to {last.max}')
+
+
+@dispatch('modules', check=_check, mutates=('x',))
+def rotary_embedding(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | torch.Tensor = 0,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotate the first R of D channels by the angles of each step's position, in at least float32 and rounded once.
+
+    Args:
+        x: `[B, T, H, D]`, float16, bfloat16, float32 or float64.
+        cos, sin: `[S, R / 2]`, R at most D: a row for each position, any floating dtype. On the device nothing reads past
+            them: a position beyond gets the nearest row.
+        interleaved: pairs are neighbours; otherwise channel i is paired with i + R / 2.
+        inplace: write into x and return it.
+        seqlen_offsets: position of each sequence's first step: one for all, or a tensor `[N]`, int32 or int64.
+        cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1.
+
+    Returns:
+        A tensor like x, or x.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+
+    Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
+    """
+    if cu_seqlens is None and isinstance(seqlen_offsets, int):
+        rows = slice(seqlen_offsets, seqlen_offsets + x.shape[1])
+        cos, sin = cos[rows], sin[rows]
+    elif cos.shape[0]:
+        place = positions(x, seqlen_offsets, cu_seqlens).clamp(0, cos.shape[0] - 1)
+        cos, sin = cos[place], sin[place]
+    y = rotary_embedding_ref(x, cos, sin, interleaved)
+    return x.copy_(y) if inplace else y
+
+
+def positions(x: torch.Tensor, offsets: int | torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """The position of each step of x `[B, T, ...]` in its sequence: `[T]`, or `[B, T]` with a tensor of offsets."""
+    time = torch.arange(x.shape[1], device=x.device)
+    if cu_seqlens is None:
+        return time + (offsets[:, None] if isinstance(offsets, torch.Tensor) else offsets)
+    count = cu_seqlens.shape[0] - 1
+    if count == 0:
+        return time
+    # clamped for the sake of bad values alone
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), time.to(cu_seqlens.dtype), right=True).clamp(max=count - 1)
+    return time - cu_seqlens[sequence] + (offsets[sequence] if isinstance(offsets, torch.Tensor) else offsets)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding of queries and keys.
+
+    The angle of channel pair i at position p is `p base^(-2i / dim)`, in float32. Angles are computed at each call, for the
+    positions at hand alone: there is no table to grow, to cast with the model or to copy between devices.
+
+    Args:
+        dim: R, how many channels are rotated; even.
+        base: of the frequencies.
+        interleaved: pairs are neighbours; otherwise channel i is paired with i + R / 2.
+
+    Raises:
+        ValueError: for an odd or negative dim.
+    """
+
+    def __init__(self, dim: int, base: float = 10000.0, *, interleaved: bool = False) -> None:
+        super().__init__()
+        if dim < 0 or dim % 2:
+            raise ValueError(f'dim must be even and not negative, got {dim}')
+        self.dim, self.base, self.interleaved = dim, base, interleaved
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        seqlen_offset: int | torch.Tensor = 0,
+        cu_seqlens: torch.Tensor | None = None,
+        *,
+        position_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate.
+
+        Args:
+            q: `[B, T, HQ, D]`; k: `[B, T, H, D]`, D at least `dim`.
+            seqlen_offset: position of each sequence's first step: one for all, or a tensor `[N]`.
+            cu_seqlens: `[N + 1]`: packed sequences, with B == 1.
+            position_ids: `[B, T]`, instead of both.
+
+        Returns:
+            q and k, rotated; new tensors.
+
+        Raises:
+            TypeError, ValueError: for arguments that do not fit.
+        """
+        check_shape('k', k, (*q.shape[:2], *k.shape[2:]), 'of the batch and time of q, [B, T, H, D]')
+        check_shape('position_ids', position_ids, q.shape[:2], '[B, T]')
+        place = positions(q, seqlen_offset, cu_seqlens) if position_ids is None else position_ids
+        powers = torch.arange(0, self.dim, 2, device=q.device, dtype=torch.float32) / max(self.dim, 1)
+        angles = place.float().reshape(-1, 1) * self.base**-powers
+        cos, sin = angles.cos(), angles.sin()
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """With a row for each step of one sequence, or of all sequences."""
+        if cos.shape[0] == x.shape[1]:
+            return rotary_embedding(x, cos, sin, self.interleaved)
+        packed = rotary_embedding(x.reshape(1, -1, *x.shape[2:]), cos, sin, self.interleaved)
+        return packed.reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        return f'{self.dim}, base={self.base}, interleaved={self.interleaved}'

@@ -1,0 +1,58 @@
+"""Checks of attention's arguments."""
+
+from __future__ import annotations
+
+import torch
+
+from fla.ops.backends import check_tensors
+from fla.ops.common.checks import FLOATS, MAX_HEAD_DIM, check_companion, check_cu_seqlens, check_log_gate
+
+
+def check_parallel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    window_size: int | None,
+    cu_seqlens: torch.Tensor | None,
+    chunk_indices: torch.Tensor | None,
+    sink_bias: torch.Tensor | None,
+    check_values: bool,
+) -> None:
+    """See `parallel_attn`."""
+    check_tensors(q=q, k=k, v=v, g=g, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices, sink_bias=sink_bias)
+    for name, tensor in (('q', q), ('k', k), ('v', v)):
+        if tensor.dim() != 4:
+            raise ValueError(f'{name} must have 4 dimensions [batch, time, heads, head dim], got shape {list(tensor.shape)}')
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f'{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}')
+        if tensor.dtype != q.dtype:
+            raise TypeError(f'q, k and v must have one dtype: q is {q.dtype}, {name} is {tensor.dtype}')
+        if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+            raise ValueError(f'the head dim of {name} must be between 1 and {MAX_HEAD_DIM}, got {tensor.shape[3]}')
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(f'k must have the batch and head dim of q {list(q.shape)}, got {list(k.shape)}')
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f'v must have the batch, time and heads of k {list(k.shape[:3])}, got {list(v.shape[:3])}')
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
+        raise ValueError(f'the heads of q must be a multiple of those of k: q has {q.shape[2]}, k has {k.shape[2]}')
+    if k.shape[1] < q.shape[1]:
+        raise ValueError(f'k must be at least as long as q: q has T = {q.shape[1]}, k has {k.shape[1]}')
+    for name, given in (('g', g), ('cu_seqlens', cu_seqlens)):
+        if given is not None and k.shape[1] != q.shape[1]:
+            raise ValueError(f'{name} needs k to be as long as q: q has T = {q.shape[1]}, k has {k.shape[1]}')
+    check_cu_seqlens(q, cu_seqlens, None, check_values)
+    if window_size is not None and window_size < 1:
+        raise ValueError(f'window_size must be at least 1 (each step sees itself), got {window_size}')
+    if chunk_indices is not None and (chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2):
+        raise ValueError(f'chunk_indices must be [chunks, 2], got shape {list(chunk_indices.shape)}')
+    if g is not None:
+        if g.shape != q.shape[:3]:
+            raise ValueError(f'g must be [B, T, HQ] = {list(q.shape[:3])}, got {list(g.shape)}')
+        check_companion('g', g, q)
+        if check_values:
+            check_log_gate('g', g)
+    if sink_bias is not None:
+        if sink_bias.shape != q.shape[2:3]:
+            raise ValueError(f'sink_bias must be [HQ] = {list(q.shape[2:3])}, got {list(sink_bias.shape)}')
+        check_companion('sink_bias', sink_bias, q)

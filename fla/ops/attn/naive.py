@@ -1,0 +1,60 @@
+"""Softmax attention as it is written down, for every argument, and which keys a query sees."""
+
+from __future__ import annotations
+
+import torch
+
+from fla.ops.common.gates import wide
+from fla.ops.common.reference import without_autocast
+
+
+def visible(
+    q: torch.Tensor, k: torch.Tensor, window_size: int | None = None, cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Which keys each query sees, `[T, S]`: those of its own sequence, up to itself, at most `window_size`. The queries are
+    the last T of S steps."""
+    key = torch.arange(k.shape[1], device=q.device)
+    query = key[k.shape[1] - q.shape[1] :, None]
+    seen = key <= query
+    if window_size is not None:
+        seen = seen & (key > query - window_size)
+    if cu_seqlens is not None:
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), key.to(cu_seqlens.dtype), right=True)
+        seen = seen & (sequence == sequence[:, None])
+    return seen
+
+
+def naive_parallel_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    scale: float | None = None,
+    window_size: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    sink_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`softmax(scale q k^T + decays, over the visible keys and the sink) v`, with all scores in memory.
+
+    Args and errors: as for `parallel_attn`, unchecked. Differentiable twice; float64 stays float64.
+
+    Returns:
+        o `[B, T, HQ, V]` in v's dtype, contiguous.
+    """
+    groups = q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with without_autocast(q.device):
+        queries = wide(q).transpose(1, 2) * scale
+        keys, values = (wide(x).transpose(1, 2).repeat_interleave(groups, 1) for x in (k, v))
+        scores = queries @ keys.transpose(-1, -2)
+        if g is not None:
+            decay = wide(g).transpose(1, 2).cumsum(-1)
+            scores = scores + decay[..., :, None] - decay[..., None, :]
+        scores = scores.masked_fill(~visible(q, k, window_size, cu_seqlens), -torch.inf)
+        if sink_bias is None:
+            weights = scores.softmax(-1)
+        else:
+            sink = wide(sink_bias)[:, None, None].expand(*scores.shape[:-1], 1)
+            weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        return (weights @ values).transpose(1, 2).to(v.dtype).contiguous()

@@ -1,0 +1,48 @@
+"""Softmax attention, all queries at once."""
+
+from __future__ import annotations
+
+import torch
+
+from fla.ops.attn.checks import check_parallel
+from fla.ops.attn.naive import naive_parallel_attn
+from fla.ops.backends import dispatch
+
+
+@dispatch('attn', check=check_parallel)
+def parallel_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    scale: float | None = None,
+    window_size: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    *,
+    sink_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal softmax attention: `o_i = sum_j p_ij v_j`, `p_ij ~ exp(scale q_i k_j + g_(j+1) + … + g_i)` for j up to i.
+
+    Args:
+        q: `[B, T, HQ, K]`, float16, bfloat16, float32 or float64, K at most 256.
+        k: `[B, S, H, K]`; v: `[B, S, H, V]`, the dtype of q; HQ a multiple of H: query head i reads head i // (HQ // H). S
+            is T, or more in decoding: the queries are the last T of S steps.
+        g: log decay `[B, T, HQ]`, at most 0, the dtype of q or float32; needs S == T.
+        scale: of the scores. Default: K ** -0.5.
+        window_size: how many steps a query sees, itself the last; None: all.
+        cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1; needs S == T.
+        chunk_indices: taken for compatibility.
+        sink_bias: `[HQ]`, a logit of each head that takes part in the softmax and has no value; the dtype of q or float32.
+
+    Returns:
+        o `[B, T, HQ, V]` in v's dtype, contiguous.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762; g: Lin et al. 2025, "Forgetting Transformer",
+    arXiv 2503.02130; sinks: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453.
+    """
+    # chunk_indices says nothing that cu_seqlens does not
+    return naive_parallel_attn(q, k, v, g, scale, window_size, cu_seqlens, sink_bias=sink_bias)

@@ -1,0 +1,107 @@
+"""The bounds of error that tests hold operations to, and how each was found. Nothing else sets one, and no test loosens one.
+
+Errors are against float64 on the same (rounded) inputs, by two measures: `relative_rms` over everything, and `worst_row` so that
+one wrong block cannot hide in an average.
+
+**float64: 1e-10. float32: 1e-5.** Both are demands, not measurements: products are full float32.
+
+**The reference** computes in float32 whatever it is given, so that a bfloat16 or float16 result is a float32 result rounded
+once. Rounding to nearest with p significant bits is off by at most 2^-p of each number (p = 8 and 11), which bounds every row.
+Its relative RMS over the grid (`python -m tests.bounds`) is 1.7e-3 in bfloat16 and 2.1e-4 in float16; the bound is 1.5 times that.
+
+**Kernels** multiply bfloat16 or float16 operands and accumulate in float32. `HalfOperands` does that to the reference, forward
+and backward; the bound of a kernel is 1.5 times the largest error this makes on the grid (`python -m tests.bounds`).
+
+**Gradients of gates** are differences of terms that cancel at strong gates. Their error is divided by
+max(RMS of the gradient, 1e-3 * RMS of those terms): q times its gradient, which is one of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+# 1.5 * measured relative RMS of one rounding
+ROUNDING = {torch.bfloat16: 2.5e-3, torch.float16: 3.2e-4}
+# 2^-p: no number, and so no row, is off by more
+ROUNDING_ROW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+GATE_FLOOR = 1e-3
+
+
+def of_reference(dtype: torch.dtype) -> tuple[float, float]:
+    """Bounds of the relative RMS and of the worst row of a result of `dtype` of a reference backend."""
+    if dtype in EXACT:
+        return EXACT[dtype], EXACT[dtype]
+    # what is rounded is itself a float32 result
+    return ROUNDING[dtype], ROUNDING_ROW[dtype] + EXACT[torch.float32]
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
+
+
+def relative_rms(expected: torch.Tensor, found: torch.Tensor, floor: float = 0.0) -> float:
+    """RMS(expected - found) / max(RMS(expected), floor); 0 where both are."""
+    error = _rms(expected.double() - found.double())
+    return error / max(_rms(expected), floor, 1e-300) if error else 0.0
+
+
+def worst_row(expected: torch.Tensor, found: torch.Tensor, floor: float = 0.0) -> float:
+    """The largest relative error of a row (the last dimension), of rows whose norm is at least 1 % of the median."""
+    if not expected.numel():
+        return 0.0
+    norm = expected.double().norm(dim=-1).flatten()
+    error = (expected.double() - found.double()).norm(dim=-1).flatten()
+    large = norm >= 0.01 * norm.median()
+    least = max(floor * expected.shape[-1] ** 0.5, 1e-300)
+    return float((error[large] / norm[large].clamp(min=least)).max())
+
+
+class HalfOperands(TorchDispatchMode):
+    """Matrix products of float32 tensors whose operands are rounded to `dtype` first, accumulated in float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.mm):
+            args = tuple(x.to(self.dtype).to(x.dtype) if x.dtype == torch.float32 else x for x in args)
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    """Print the largest error of the reference and of `HalfOperands` for every quantity, over the grid."""
+    from tests.ops import delta_rules as rules
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for half in (False, True):
+            if half and dtype not in ROUNDING:
+                continue
+            worst: dict[str, tuple[float, float, str]] = {}
+            for function, name in rules.grid():
+                given = rules.on_grid(function, name, dtype=dtype)
+
+                def run(tensors, given=given, function=function):
+                    return given.with_tensors(**tensors).call(function)
+
+                if half:
+                    with HalfOperands(dtype):
+                        found = rules.measure(given, run)
+                else:
+                    found = rules.measure(given, run)
+                for key, (rms, row, kind) in found.items():
+                    key = f'{key} {str(kind).removeprefix("torch.")}'
+                    old = worst.get(key, (0.0, 0.0, ''))
+                    label = f'{function.__name__}, {name}'
+                    worst[key] = max(old[0], rms), max(old[1], row), label if rms > old[0] else old[2]
+            print(f'{dtype}, {"half operands" if half else "reference"}')
+            for key, (rms, row, where) in sorted(worst.items()):
+                print(f'  {key:<26} {rms:.1e}  {row:.1e}  {where}')
+
+
+if __name__ == '__main__':
+    main()

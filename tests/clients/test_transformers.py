@@ -1,0 +1,69 @@
+"""transformers' models call our operations, unchanged, and compute what they compute with transformers' own PyTorch code."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fla.ops.backends import trace
+
+pytest.importorskip('transformers', minversion='5.24')
+
+from tests.clients.models import MODELS, results
+
+# Both sides are float32; what differs is the order of the sums. Gradients pass through every layer twice.
+LOGITS, GRADIENTS = 2e-5, 2e-4
+
+
+@pytest.fixture(scope='module')
+def without_fla(tmp_path_factory):
+    """The same models, in a process that has no `fla`. It runs beside the tests that need none of it."""
+    out = tmp_path_factory.mktemp('clients') / 'results.pt'
+    script = Path(__file__).with_name('models.py')
+    environ = {**os.environ, 'OMP_NUM_THREADS': '1'}
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(out)], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    found = {}
+
+    def get(name):
+        if not found:
+            output, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, output
+            found.update(torch.load(out))
+        return found[name]
+
+    yield get
+    process.kill()
+    process.wait()
+
+
+def error(expected, got):
+    expected, got = expected.double(), got.double()
+    assert expected.shape == got.shape
+    return float((expected - got).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_same_as_without_fla(name, without_fla):
+    operation = MODELS[name][2]
+    with trace() as t:
+        ours = results(name)
+    chunk, recurrent = f'{operation}.chunk_{operation}', f'{operation}.fused_recurrent_{operation}'
+    assert {key: count for key, count in t.counters.items() if key[0].split('.')[0] == operation} == {
+        # three layers; logits, training and prefill, then every further token
+        (chunk, 'reference'): 3 * 3,
+        (recurrent, 'reference'): 3 * 7,
+    }
+    theirs = without_fla(name)
+    assert theirs['logits'].std() > 0.1
+    assert error(theirs['logits'], ours['logits']) < LOGITS
+    assert error(theirs['loss'], ours['loss']) < 1e-6
+    assert theirs['gradients'].keys() == ours['gradients'].keys()
+    for parameter, gradient in theirs['gradients'].items():
+        assert error(gradient, ours['gradients'][parameter]) < GRADIENTS, parameter
+    assert torch.equal(theirs['generated'], ours['generated'])
+    assert error(theirs['generated logits'], ours['generated logits']) < LOGITS

@@ -1,0 +1,350 @@
+"""GatedDeltaNet, KimiDeltaAttention and Attention against the papers' formulas, step by step in float64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fla.layers import Attention, Cache, GatedDeltaNet, KimiDeltaAttention
+from fla.ops.backends import trace
+
+HIDDEN = 12
+
+LAYERS = {
+    'gdn': lambda **kw: GatedDeltaNet(HIDDEN, head_dim=4, num_heads=2, num_v_heads=4, layer_idx=0, **kw),
+    'gdn plain': lambda **kw: GatedDeltaNet(
+        HIDDEN, 1, 4, 2, use_gate=False, use_short_conv=False, allow_neg_eigval=True, layer_idx=0, **kw
+    ),
+    'kda': lambda **kw: KimiDeltaAttention(HIDDEN, head_dim=4, num_heads=2, num_v_heads=4, layer_idx=0, **kw),
+    'kda conv bias': lambda **kw: KimiDeltaAttention(
+        HIDDEN, 1.5, 4, 2, conv_bias=True, allow_neg_eigval=True, layer_idx=0, **kw
+    ),
+    'attn': lambda **kw: Attention(HIDDEN, 4, 2, layer_idx=0, head_dim=4, **kw),
+    'attn window': lambda **kw: Attention(HIDDEN, 3, qkv_bias=True, qk_norm=True, window_size=4, layer_idx=0, **kw),
+    'attn nope': lambda **kw: Attention(HIDDEN, 3, 1, rope_theta=None, layer_idx=0, **kw),
+}
+RECURRENT = [name for name in LAYERS if not name.startswith('attn')]
+
+
+def make(name, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    layer = LAYERS[name](**options)
+    for parameter in layer.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.5)
+        elif not getattr(parameter, '_no_weight_decay', False):
+            torch.nn.init.normal_(parameter, mean=1, std=0.3)
+    return layer.to(dtype)
+
+
+def hidden(*shape, dtype=torch.float64, seed=1):
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def rms(x, weight, eps=1e-5):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+def delta_oracle(layer, x):
+    """x `[T, hidden]`, one sequence."""
+    p = {name: value.detach() for name, value in layer.named_parameters()}
+    is_kda = 'f_proj.0.weight' in p
+    qkv = []
+    for name in 'qkv':
+        y = x @ p[f'{name}_proj.weight'].T
+        if f'{name}_conv1d.weight' in p:
+            w = p[f'{name}_conv1d.weight'][:, 0]
+            padded = torch.cat([y.new_zeros(w.shape[1] - 1, y.shape[1]), y])
+            y = torch.stack([(padded[t : t + w.shape[1]].T * w).sum(1) for t in range(len(y))])
+            y = y + p.get(f'{name}_conv1d.bias', 0)
+        qkv.append(silu(y))
+    heads, value_heads, dim = layer.num_heads, layer.num_v_heads, layer.head_k_dim
+    q, k = (y.view(len(x), heads, dim).repeat_interleave(value_heads // heads, 1) for y in qkv[:2])
+    q, k = (y / torch.sqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    v = qkv[2].view(len(x), value_heads, -1)
+    raw = x @ p['f_proj.0.weight'].T @ p['f_proj.1.weight'].T if is_kda else x @ p['a_proj.weight'].T
+    raw = (raw + p['dt_bias']).view(len(x), value_heads, -1)
+    decay = torch.exp(-p['A_log'].exp()[:, None] * torch.log1p(raw.exp()))
+    beta = torch.sigmoid(x @ p['b_proj.weight'].T) * (2 if layer.allow_neg_eigval else 1)
+    state, rows = x.new_zeros(value_heads, dim, v.shape[-1]), []
+    for t in range(len(x)):
+        state = state * decay[t][..., None]
+        change = beta[t][:, None] * (v[t] - torch.einsum('hkv,hk->hv', state, k[t]))
+        state = state + k[t][..., None] * change[:, None]
+        rows.append(torch.einsum('hkv,hk->hv', state, q[t]) * dim**-0.5)
+    o = rms(torch.stack(rows), p['o_norm.weight'])
+    if is_kda:
+        gate = x @ p['g_proj.0.weight'].T @ p['g_proj.1.weight'].T + p['g_proj.1.bias']
+        o = o * torch.sigmoid(gate).view(o.shape)
+    elif 'g_proj.weight' in p:
+        o = o * silu(x @ p['g_proj.weight'].T).view(o.shape)
+    return o.flatten(1) @ p['o_proj.weight'].T
+
+
+def attention_oracle(layer, x):
+    p = {name: value.detach() for name, value in layer.named_parameters()}
+    dim = layer.head_dim
+    q, k, v = ((x @ p[f'{n}_proj.weight'].T + p.get(f'{n}_proj.bias', 0)).view(len(x), -1, dim) for n in 'qkv')
+    if 'q_norm.weight' in p:
+        q, k = rms(q, p['q_norm.weight']), rms(k, p['k_norm.weight'])
+    if layer.rotary is not None:
+        angles = torch.tensor([[t * 10000 ** (-2 * i / dim) for i in range(dim // 2)] for t in range(len(x))]).double()
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        q, k = (torch.complex(y[..., : dim // 2].contiguous(), y[..., dim // 2 :].contiguous()) * turn for y in (q, k))
+        q, k = (torch.cat([y.real, y.imag], -1) for y in (q, k))
+    rows = []
+    for t in range(len(x)):
+        begin = 0 if layer.window_size is None else max(0, t + 1 - layer.window_size)
+        for h in range(layer.num_heads):
+            group = h // (layer.num_heads // layer.num_kv_heads)
+            weights = (k[begin : t + 1, group] @ q[t, h] / math.sqrt(dim)).softmax(0)
+            rows.append(weights @ v[begin : t + 1, group])
+    return torch.stack(rows).view(len(x), -1) @ p['o_proj.weight'].T
+
+
+def oracle(name, layer, x):
+    return torch.stack([(attention_oracle if 'attn' in name else delta_oracle)(layer, row) for row in x])
+
+
+def error(expected, got):
+    expected, got = expected.detach().double(), got.detach().double()
+    assert expected.shape == got.shape
+    return float((expected - got).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def bound(name):
+    """Angles are float32 whatever the layer's dtype is."""
+    return 1e-6 if 'attn' in name and 'nope' not in name else 1e-12
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_against_the_formula(name):
+    layer, x = make(name), hidden(2, 70)
+    o, weights, cache = layer(x)
+    assert weights is None
+    assert cache is None
+    assert error(oracle(name, layer, x), o) < bound(name)
+
+
+@pytest.mark.parametrize('name', RECURRENT)
+def test_recurrent_mode(name):
+    layer, x = make(name, mode='fused_recurrent'), hidden(1, 9)
+    operation = 'kda' if 'kda' in name else 'gated_delta_rule'
+    with trace() as t:
+        o = layer(x)[0]
+    assert error(oracle(name, layer, x), o) < 1e-12
+    assert (f'{operation}.fused_recurrent_{operation}', 'reference') in t.counters
+    with trace() as t:
+        make(name)(x)
+    assert (f'{operation}.chunk_{operation}', 'reference') in t.counters
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize('name', LAYERS)
+def test_narrow_dtypes(name, dtype):
+    """Within what the layer's own rounding of weights, inputs and projections amounts to."""
+    layer, x = make(name).to(dtype), hidden(2, 20).to(dtype)
+    expected = oracle(name, make(name).to(dtype).double(), x.double())
+    o = layer(x)[0]
+    assert o.dtype == dtype
+    assert error(expected, o) < {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_generation(name):
+    """Prefill, more prefill, then step by step is the same as all at once."""
+    layer, x = make(name), hidden(2, 13)
+    with torch.no_grad():
+        o, _, cache = layer(x[:, :5], use_cache=True)
+        pieces = [o]
+        for a, b in itertools.pairwise([5, 9, *range(10, 14)]):
+            o, _, same = layer(x[:, a:b], past_key_values=cache)
+            assert same is cache
+            pieces.append(o)
+    assert cache.get_seq_length(0) == 13
+    assert error(oracle(name, layer, x), torch.cat(pieces, 1)) < bound(name)
+
+
+@pytest.mark.parametrize('name', RECURRENT)
+def test_generation_of_packed_sequences(name):
+    layer, x = make(name), hidden(1, 9)
+    cu = torch.tensor([0, 2, 2, 9])
+    more = hidden(1, 5, seed=2)
+    with torch.no_grad():
+        _, _, cache = layer(x, use_cache=True, cu_seqlens=cu)
+        o = layer(more, past_key_values=cache, cu_seqlens=torch.tensor([0, 1, 4, 5]))[0]
+    wholes = [torch.cat([x[:, :2], more[:, :1]], 1), more[:, 1:4], torch.cat([x[:, 2:], more[:, 4:]], 1)]
+    expected = [oracle(name, layer, whole)[:, -n:] for whole, n in zip(wholes, (1, 3, 1), strict=True)]
+    assert error(torch.cat(expected, 1), o) < 1e-12
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_packed_sequences(name):
+    layer, x = make(name), hidden(1, 11)
+    cu = torch.tensor([0, 3, 3, 4, 11])
+    expected = torch.cat([oracle(name, layer, x[:, a:b]) for a, b in ((0, 3), (3, 4), (4, 11))], 1)
+    assert error(expected, layer(x, cu_seqlens=cu)[0]) < bound(name)
+
+
+@pytest.mark.parametrize('side', ['left', 'right', 'none'])
+@pytest.mark.parametrize('name', LAYERS)
+def test_padded_generation(name, side):
+    """Sequences of different lengths give what each gives alone, whatever is at the padding."""
+    layer, steps = make(name), 3
+    lengths = [6, 2, 4] if side != 'none' else [6, 6, 6]
+    mask = torch.zeros(3, 6, dtype=torch.long)
+    for row, n in zip(mask, lengths, strict=True):
+        row[6 - n :] = 1
+    mask = mask.flip(1) if side == 'right' else mask
+    x, more = hidden(3, 6), hidden(3, steps, seed=2)
+    with torch.no_grad():
+        o, _, cache = layer(x, attention_mask=mask, use_cache=True)
+        pieces = []
+        for t in range(steps):
+            mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
+            pieces.append(layer(more[:, t : t + 1], attention_mask=mask, past_key_values=cache)[0])
+    for b, n in enumerate(lengths):
+        kept = mask[b, :6].bool()
+        whole = oracle(name, layer, torch.cat([x[b, kept], more[b]])[None])[0]
+        assert error(whole[:n], o[b, kept]) < bound(name)
+        assert not o[b, ~kept].any()
+        assert error(whole[n:], torch.cat(pieces, 1)[b]) < bound(name)
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_gradients(name):
+    layer, x = make(name), hidden(1, 6).requires_grad_()
+    weights = hidden(1, 6, seed=5)
+    mine = torch.autograd.grad((layer(x)[0] * weights).sum(), [x, *layer.parameters()])
+    other = make(name)
+    # the oracle reads detached parameters: put those that require grad in their place
+    parameters = dict(other.named_parameters())
+    other.named_parameters = lambda: [(n, _Undetached(p)) for n, p in parameters.items()]
+    expected = torch.autograd.grad((oracle(name, other, x) * weights).sum(), [x, *parameters.values()])
+    for label, a, b in zip(['x', *parameters], expected, mine, strict=True):
+        assert error(a, b) < 10 * bound(name), label
+
+
+class _Undetached:
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def detach(self):
+        return self._tensor
+
+
+def test_padding_does_not_reach_gradients():
+    for name in LAYERS:
+        layer, x = make(name), hidden(2, 5).requires_grad_()
+        mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+        (layer(x, attention_mask=mask)[0] ** 2).sum().backward()
+        assert x.grad.isfinite().all()
+        assert not x.grad[0, :2].any()
+        assert x.grad[0, 2:].any()
+
+
+@pytest.mark.parametrize('name', ['gdn', 'kda', 'attn'])
+def test_compile_and_autocast(name):
+    layer, x = make(name, torch.float32), hidden(2, 20, dtype=torch.float32)
+    expected = layer(x)[0]
+    assert error(expected, torch.compile(layer, fullgraph=True, backend='aot_eager')(x)[0]) < 1e-5
+    with torch.autocast('cpu', torch.bfloat16):
+        o = layer(x)[0]
+    assert o.dtype == torch.bfloat16
+    assert error(expected, o) < 4e-2
+
+
+def test_names_in_checkpoints():
+    shapes = {n: tuple(p.shape) for n, p in make('gdn').state_dict().items()}
+    assert shapes == {
+        **{f'{n}_proj.weight': (8, 12) for n in 'qk'},
+        **{f'{n}_proj.weight': (32, 12) for n in 'vg'},
+        **{f'{n}_proj.weight': (4, 12) for n in 'ab'},
+        **{f'{n}_conv1d.weight': (d, 1, 4) for n, d in (('q', 8), ('k', 8), ('v', 32))},
+        'o_proj.weight': (12, 32),
+        'o_norm.weight': (8,),
+        'A_log': (4,),
+        'dt_bias': (4,),
+    }
+    shapes = {n: tuple(p.shape) for n, p in make('kda').state_dict().items()}
+    assert shapes == {
+        **{f'{n}_proj.weight': (8, 12) for n in 'qk'},
+        'v_proj.weight': (16, 12),
+        'b_proj.weight': (4, 12),
+        **{f'{n}_proj.0.weight': (4, 12) for n in 'fg'},
+        **{f'{n}_proj.1.weight': (16, 4) for n in 'fg'},
+        'g_proj.1.bias': (16,),
+        **{f'{n}_conv1d.weight': (d, 1, 4) for n, d in (('q', 8), ('k', 8), ('v', 16))},
+        'o_proj.weight': (12, 16),
+        'o_norm.weight': (4,),
+        'A_log': (4,),
+        'dt_bias': (16,),
+    }
+    names = set(make('attn window').state_dict())
+    assert names == {
+        *(f'{n}_proj.{part}' for n in 'qkv' for part in ('weight', 'bias')),
+        'o_proj.weight',
+        'q_norm.weight',
+        'k_norm.weight',
+    }
+
+
+def test_initial_decay():
+    layer = GatedDeltaNet(HIDDEN, head_dim=4, num_heads=64)
+    dt = F.softplus(layer.dt_bias)
+    assert 0.0009 < float(dt.detach().min()) < 0.003
+    assert 0.03 < float(dt.detach().max()) < 0.101
+    assert float(layer.A_log.detach().exp().max()) <= 16
+    assert layer.A_log.dtype == torch.float32
+    assert layer.A_log._no_weight_decay
+    assert layer.dt_bias._no_weight_decay
+
+
+def test_layers_of_a_model_share_a_cache():
+    cache, x = Cache(), hidden(1, 3, dtype=torch.float32)
+    for i, kind in enumerate((GatedDeltaNet, KimiDeltaAttention)):
+        kind(HIDDEN, head_dim=4, num_heads=1, layer_idx=i)(x, past_key_values=cache)
+    Attention(HIDDEN, 2, layer_idx=2)(x, past_key_values=cache)
+    assert len(cache) == 3
+    assert [cache.get_seq_length(i) for i in range(4)] == [3, 3, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ('call', 'kind', 'message'),
+    [
+        (lambda gdn, attn, x: gdn(x[..., :3]), ValueError, r'hidden_states must be \[B, T, 12\]'),
+        (lambda gdn, attn, x: attn(x[0]), ValueError, r'hidden_states must be \[B, T, 12\]'),
+        (lambda gdn, attn, x: gdn(x, attention_mask=torch.ones(2, 3)), ValueError, r'attention_mask must be \[B, S\]'),
+        (lambda gdn, attn, x: gdn(x, attention_mask=[1]), TypeError, "'attention_mask' must be a tensor"),
+        (lambda gdn, attn, x: attn(x, attention_mask=torch.ones(2, 6)), ValueError, 'must have S = 4 columns'),
+        (
+            lambda gdn, attn, x: gdn(x[:1], attention_mask=torch.ones(1, 4), cu_seqlens=torch.tensor([0, 4])),
+            ValueError,
+            'pass one of them',
+        ),
+        (lambda gdn, attn, x: gdn(x, past_key_values={}), TypeError, 'past_key_values must be a fla.layers.Cache'),
+        (lambda gdn, attn, x: gdn(x, output_attentions=True), ValueError, 'output_attentions'),
+        (lambda gdn, attn, x: attn(x, output_attentions=True), ValueError, 'output_attentions'),
+        (lambda gdn, attn, x: gdn(x, use_cash=True), TypeError, 'use_cash'),
+        (
+            lambda gdn, attn, x: attn(x[:1], use_cache=True, cu_seqlens=torch.tensor([0, 4])),
+            ValueError,
+            'past_key_values holds a row for each sequence',
+        ),
+        (lambda gdn, attn, x: Attention(12, 3)(x, use_cache=True), ValueError, 'needs a layer_idx'),
+        (lambda gdn, attn, x: Attention(12, 4, 3), ValueError, 'num_heads = 4 must be a multiple'),
+        (lambda gdn, attn, x: Attention(12, 5), ValueError, 'hidden_size = 12 must be a multiple'),
+        (lambda gdn, attn, x: GatedDeltaNet(12, 1.3, 4, 2), ValueError, 'must be whole, got expand_v = 1.3'),
+        (lambda gdn, attn, x: KimiDeltaAttention(12, 1, 4, 2, 3), ValueError, 'num_v_heads must be a multiple'),
+        (lambda gdn, attn, x: GatedDeltaNet(12, mode='parallel'), ValueError, "mode must be 'chunk' or"),
+    ],
+)
+def test_bad_calls(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call(make('gdn'), make('attn'), hidden(2, 4))

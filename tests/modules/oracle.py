@@ -1,0 +1,45 @@
+"""Helpers of the module tests."""
+
+import torch
+
+# Half a unit in the last place of a result of about 1, and for float32 a few roundings of the terms of a sum.
+BOUND = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-13}
+DTYPES = list(BOUND)
+
+
+def error(expected, got):
+    """Relative RMS difference, in float64."""
+    expected, got = expected.detach().double(), got.detach().double()
+    assert expected.shape == got.shape, (expected.shape, got.shape)
+    return float((expected - got).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-30))
+
+
+def tensor(*shape, dtype=torch.float64, grad=False, seed=[0]):  # noqa: B006 - counts the calls
+    """A random tensor with values that every dtype holds exactly, so that the oracle sees the same."""
+    seed[0] += 1
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed[0]), dtype=torch.float64)
+    return x.bfloat16().to(torch.float16).to(dtype).requires_grad_(grad)
+
+
+def check(function, oracle, arguments, bound, **options):
+    """Outputs and gradients of `function` of tensors against those of `oracle` of the same values in float64.
+
+    `arguments`: name → tensor. Both give a tensor or a tuple of tensors and None.
+    """
+    given = {n: x.detach().clone().requires_grad_(True) for n, x in arguments.items()}
+    exact = {n: x.detach().double().requires_grad_(True) for n, x in arguments.items()}
+    results = []
+    for call, inputs in ((function, given), (oracle, exact)):
+        out = call(**inputs, **options)
+        out = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+        weights = [tensor(*x.shape, seed=[77 + i]) for i, x in enumerate(out)]
+        loss = sum((x.double() * w).sum() for x, w in zip(out, weights, strict=True))
+        results.append((out, torch.autograd.grad(loss, list(inputs.values()))))
+    (got, got_grads), (expected, expected_grads) = results
+    for a, b in zip(expected, got, strict=True):
+        assert error(a, b) <= bound
+    for name, a, b in zip(arguments, expected_grads, got_grads, strict=True):
+        assert b.dtype == arguments[name].dtype
+        # a gradient is rounded to its tensor's dtype, and its terms saw an output gradient rounded to the output's
+        assert error(a, b) <= 3 * bound, f'gradient of {name}'
+    return got

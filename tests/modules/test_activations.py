@@ -1,0 +1,60 @@
+"""swiglu, silu_and_mul, swiglu_linear."""
+
+import pytest
+import torch
+
+from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
+
+from .oracle import BOUND, DTYPES, check, error, tensor
+
+
+def oracle(x, y):
+    return x / (1 + torch.exp(-x)) * y
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+def test_against_the_formula(dtype):
+    x, y, weight, bias = (tensor(*shape, dtype=dtype) for shape in ((3, 6), (3, 6), (5, 6), (5,)))
+    check(swiglu, oracle, {'x': x, 'y': y}, BOUND[dtype])
+    check(silu_and_mul, lambda x: oracle(x[..., :6], x[..., 6:]), {'x': torch.cat([x, y], -1)}, BOUND[dtype])
+    check(
+        swiglu_linear,
+        lambda x, y, weight, bias: oracle(x, y) @ weight.T + bias,
+        {'x': x, 'y': y, 'weight': weight, 'bias': bias},
+        # the product is rounded before the linear map, as its input
+        2 * BOUND[dtype],
+    )
+
+
+def test_strides_empties_and_second_derivatives():
+    x, y = tensor(6, 4).t(), tensor(4, 12)[:, ::2]
+    assert error(oracle(x, y), swiglu(x, y)) < 1e-14
+    assert swiglu(x[:0], y[:0]).shape == (0, 6)
+    assert silu_and_mul(torch.zeros(2, 0)).shape == (2, 0)
+    assert torch.autograd.gradgradcheck(swiglu, (x.detach().requires_grad_(), y.detach().requires_grad_()))
+
+
+def test_linear_under_autocast():
+    x, weight = tensor(3, 6, dtype=torch.float32), tensor(5, 6, dtype=torch.float32)
+    with torch.autocast('cpu', torch.bfloat16):
+        y = swiglu_linear(x.bfloat16(), x.bfloat16(), weight, None)
+    assert y.dtype == torch.bfloat16
+    assert error(oracle(x.double(), x.double()) @ weight.double().T, y) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ('call', 'kind', 'message'),
+    [
+        (lambda x: swiglu(x, x[0]), ValueError, 'y must be shaped like x'),
+        (lambda x: swiglu(x, x.double()), TypeError, 'y must have the dtype of x'),
+        (lambda x: swiglu(x.int(), x), TypeError, 'x must be float16'),
+        (lambda x: silu_and_mul(x[:, :3]), ValueError, 'must be even'),
+        (lambda x: swiglu_linear(x, x, x[0], None), ValueError, r'weight must be \[out, D\]'),
+        (lambda x: swiglu_linear(x, x, torch.ones(2, 3), None), ValueError, r'weight must be \[out, D\] = \[2, 4\]'),
+        (lambda x: swiglu_linear(x, x, torch.ones(2, 4), torch.ones(3)), ValueError, r'bias must be \[out\] = \[2\]'),
+        (lambda x: swiglu_linear(x, x, torch.ones(2, 4).double(), None), TypeError, 'weight must have the dtype of x'),
+    ],
+)
+def test_bad_calls(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call(torch.randn(2, 4))

@@ -1,0 +1,200 @@
+"""causal_conv1d, causal_conv1d_update, ShortConvolution."""
+
+import itertools
+
+import pytest
+import torch
+
+from fla.modules import ShortConvolution
+from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+
+from .oracle import BOUND, DTYPES, check, error, tensor
+
+
+def oracle(x, weight, bias=None, residual=None, initial_state=None, activation=None, cu_seqlens=None, **_):
+    """Step by step, sequence by sequence; the final state too."""
+    width = weight.shape[1]
+    if cu_seqlens is None:
+        pieces = list(x)
+    else:
+        ends = cu_seqlens.tolist()
+        pieces = [x[0, a:b] for a, b in itertools.pairwise(ends)]
+    ys, states = [], []
+    for n, piece in enumerate(pieces):
+        window = list(x.new_zeros(width, x.shape[2])) if initial_state is None else list(initial_state[n].T)
+        for step in piece:
+            window = [*window[1:], step]
+            y = sum(weight[:, w] * window[w] for w in range(width))
+            y = y if bias is None else y + bias
+            ys.append(y if activation is None else y / (1 + torch.exp(-y)))
+        states.append(torch.stack(window, 1))
+    y = torch.stack(ys).reshape(x.shape)
+    return y if residual is None else y + residual, torch.stack(states)
+
+
+CU = torch.tensor([0, 0, 1, 4, 11, 11])
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+@pytest.mark.parametrize('width', [1, 2, 4])
+def test_against_the_formula(dtype, packed, width):
+    batch, length, count = (1, 11, 5) if packed else (2, 7, 2)
+    shapes = {
+        'x': (batch, length, 3),
+        'weight': (3, width),
+        'bias': (3,),
+        'residual': (batch, length, 3),
+        'initial_state': (count, 3, width),
+    }
+    arguments = {name: tensor(*shape, dtype=dtype) for name, shape in shapes.items()}
+    if width == 1:
+        del arguments['initial_state']  # nothing depends on it, and it has no gradient
+    options = {'activation': 'silu', 'cu_seqlens': CU if packed else None, 'output_final_state': True}
+    y, final = check(causal_conv1d, oracle, arguments, BOUND[dtype], **options)
+    assert y.dtype == final.dtype == dtype
+    assert y.is_contiguous()
+
+
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+@pytest.mark.parametrize('length', [0, 1, 3, 5])
+def test_without_a_state_and_shorter_than_the_filter(packed, length):
+    x, weight = tensor(1, length, 3), tensor(3, 4)
+    cu = torch.tensor([0, length]) if packed else None
+    y, final = causal_conv1d(x, weight, output_final_state=True, cu_seqlens=cu)
+    if length:
+        expected_y, expected = oracle(x, weight, cu_seqlens=cu)
+        assert error(expected_y, y) < 1e-14
+        assert error(expected, final) < 1e-14
+    else:
+        assert y.shape == (1, 0, 3)
+        assert torch.equal(final, torch.zeros(1, 3, 4))
+    assert causal_conv1d(x, weight, cu_seqlens=cu)[1] is None
+
+
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+def test_nothing_at_all(packed):
+    x = torch.zeros(1 if packed else 0, 0, 3)
+    y, final = causal_conv1d(
+        x, torch.ones(3, 4), output_final_state=True, cu_seqlens=torch.zeros(1, dtype=torch.int32) if packed else None
+    )
+    assert y.shape == x.shape
+    assert final.shape == (0, 3, 4)
+
+
+def test_packed_sequences_are_sequences():
+    x, weight, state = tensor(1, 11, 3, dtype=torch.float32), tensor(3, 4, dtype=torch.float32), tensor(5, 3, 4).float()
+    y, final = causal_conv1d(x, weight, None, None, state, True, 'swish', CU.int())
+    for n, (a, b) in enumerate(itertools.pairwise(CU.tolist())):
+        one, last = causal_conv1d(x[:, a:b], weight, None, None, state[n : n + 1], True, 'swish')
+        assert a == b or error(one, y[:, a:b]) < 1e-6
+        assert torch.equal(last[0], final[n])
+
+
+def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
+    import fla.ops.common.checks as checks
+
+    monkeypatch.setattr(checks, '_readable', lambda lens: False)  # as for lengths on a device
+    for lens in ([0, 99], [0, -3, 4], [5, 2, 6], [0, 9, 3, 6]):
+        x, lens = tensor(1, 6, 3), torch.tensor(lens)
+        y, final = causal_conv1d(x, tensor(3, 4), output_final_state=True, cu_seqlens=lens)
+        assert y.isfinite().all()
+        assert final.isfinite().all()
+
+
+def test_strides_and_a_state_in_another_dtype():
+    x, weight = tensor(3, 5, 2, dtype=torch.bfloat16).permute(2, 1, 0), tensor(4, 3).t()
+    state = tensor(2, 4, 3, dtype=torch.float32).transpose(1, 2)
+    y, final = causal_conv1d(x, weight, initial_state=state, output_final_state=True)
+    expected, last = oracle(x.double(), weight.double(), initial_state=state.double())
+    assert (y.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    assert error(expected, y) < BOUND[torch.bfloat16]
+    assert torch.equal(last.float(), final)
+
+
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+def test_differentiable_twice(packed):
+    x, weight, state = (tensor(*s, grad=True) for s in ((1, 4, 2), (2, 3), (2 if packed else 1, 2, 3)))
+    cu = torch.tensor([0, 1, 4]) if packed else None
+
+    def call(x, weight, state):
+        return causal_conv1d(x, weight, None, None, state, True, 'silu', cu)
+
+    assert torch.autograd.gradgradcheck(call, (x, weight, state))
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('layout', ['n', 'batch', 'packed'])
+def test_update_is_one_step(dtype, layout):
+    x, cache = tensor(3, 1, 5, dtype=dtype), tensor(3, 5, 4, dtype=dtype)
+    weight, bias, residual = tensor(5, 4, dtype=dtype), tensor(5, dtype=dtype), tensor(3, 1, 5, dtype=dtype)
+    expected, state = oracle(*(t.double() for t in (x, weight, bias, residual, cache)), activation='silu')
+    shape = {'n': (3, 5), 'batch': (3, 1, 5), 'packed': (1, 3, 5)}[layout]
+    y, after = causal_conv1d_update(x.reshape(shape), cache, residual.reshape(shape), weight, bias, 'silu')
+    assert (y.shape, y.dtype) == (shape, dtype)
+    assert after is cache
+    assert error(expected.reshape(shape), y) <= BOUND[dtype]
+    assert torch.equal(state.to(dtype), cache)
+
+
+def test_layer():
+    layer = ShortConvolution(6, 4, bias=True, activation='silu').double()
+    assert {n: tuple(p.shape) for n, p in layer.state_dict().items()} == {'weight': (6, 1, 4), 'bias': (6,)}
+    x = tensor(2, 9, 6)
+    weight, bias = layer.weight[:, 0], layer.bias
+    y, none = layer(x)
+    assert none is None
+    assert error(oracle(x, weight, bias, activation='silu')[0], y) < 1e-14
+    # in pieces: several steps, one step, several steps
+    state, pieces = None, []
+    for a, b in ((0, 3), (3, 4), (4, 5), (5, 9)):
+        before = state
+        piece, state = layer(x[:, a:b], cache=state, output_final_state=True)
+        assert (state is before) == (b - a == 1)
+        pieces.append(piece)
+    assert error(y, torch.cat(pieces, 1)) < 1e-14
+    assert error(oracle(x, weight, bias)[1], state) < 1e-14
+
+    mask = torch.ones(2, 9)
+    mask[0, :2] = 0
+    assert error(layer(x[:1, 2:])[0], layer(x, mask=mask)[0][:1, 2:]) < 1e-14
+    assert torch.equal(layer(x.reshape(1, 18, 6), cu_seqlens=torch.tensor([0, 9, 18]))[0].reshape(2, 9, 6), y)
+
+
+@pytest.mark.parametrize(
+    ('call', 'kind', 'message'),
+    [
+        (lambda x, w: causal_conv1d(x[0], w), ValueError, r'x must be \[B, T, D\]'),
+        (lambda x, w: causal_conv1d(x.long(), w), TypeError, 'x must be float16'),
+        (lambda x, w: causal_conv1d(x, w[:, None]), ValueError, r'weight must be \[D, W\]'),
+        (lambda x, w: causal_conv1d(x, w[:2]), ValueError, r'weight must be \[D, W\] = \[3, 4\], got \[2, 4\]'),
+        (lambda x, w: causal_conv1d(x, w, bias=w), ValueError, r'bias must be \[D\]'),
+        (lambda x, w: causal_conv1d(x, w, residual=x[:1]), ValueError, 'residual must be shaped like x'),
+        (lambda x, w: causal_conv1d(x, w, activation='gelu'), ValueError, "activation must be one of .* got 'gelu'"),
+        (lambda x, w: causal_conv1d(x, w, initial_state=w[None]), ValueError, r'initial_state must be \[N, D, W\] = \[2'),
+        (lambda x, w: causal_conv1d(x, w, cu_seqlens=torch.tensor([0, 5])), ValueError, 'batch must be 1'),
+        (lambda x, w: causal_conv1d(x[:1], w, cu_seqlens=torch.tensor([0, 4])), ValueError, 'end at T = 5'),
+        (lambda x, w: causal_conv1d(x[:1], w, cu_seqlens=torch.tensor([0.0, 5.0])), TypeError, 'cu_seqlens must be int32'),
+        (lambda x, w: causal_conv1d(x[:1], w, cu_seqlens=torch.tensor([0])), ValueError, 'cu_seqlens'),
+        (lambda x, w: causal_conv1d_update(x[:, 0], x), TypeError, 'weight must be a tensor'),
+        (lambda x, w: causal_conv1d_update(x, x, weight=w), ValueError, 'x must be one step'),
+        (lambda x, w: causal_conv1d_update(x[:, 0], x, weight=w), ValueError, r'cache must be \[N, D, W\] = \[2, 3, 4\]'),
+        (lambda x, w: ShortConvolution(3, 4, activation='tanh'), ValueError, 'activation must be one of'),
+        (lambda x, w: ShortConvolution(3, 4)(x, mask=x), ValueError, r'mask must be \[B, T\]'),
+        (
+            lambda x, w: ShortConvolution(3, 4)(x[:1], mask=x[:1, :, 0], cu_seqlens=torch.tensor([0, 5])),
+            ValueError,
+            'mask is for padded batches',
+        ),
+    ],
+)
+def test_bad_calls(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call(torch.randn(2, 5, 3), torch.randn(3, 4))
+
+
+def test_a_bad_call_leaves_the_cache_alone():
+    cache = torch.zeros(2, 3, 4)
+    with pytest.raises(ValueError, match='bias'):
+        causal_conv1d_update(torch.ones(2, 3), cache, weight=torch.ones(3, 4), bias=torch.ones(2))
+    assert not cache.any()

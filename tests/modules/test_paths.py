@@ -1,0 +1,92 @@
+"""Names and import paths that users' code holds, and what holds for every function of the modules."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+
+import fla.modules
+from fla.ops.backends import describe, explain
+
+PATHS = {
+    'fla.modules': ['RMSNorm', 'FusedRMSNormGated', 'ShortConvolution', 'RotaryEmbedding'],
+    'fla.modules.l2norm': ['l2norm', 'l2_norm'],
+    'fla.modules.layernorm': ['rms_norm', 'RMSNorm'],
+    'fla.modules.fused_norm_gate': ['rms_norm_gated', 'FusedRMSNormGated'],
+    'fla.modules.convolution': ['causal_conv1d', 'causal_conv1d_update', 'ShortConvolution'],
+    'fla.modules.rotary': ['rotary_embedding', 'RotaryEmbedding', 'rotary_embedding_ref'],
+    'fla.modules.activations': ['swiglu', 'swiglu_linear', 'silu_and_mul'],
+}
+
+SIGNATURES = {
+    'layernorm.rms_norm': 'x, weight, bias=None, residual=None, eps=1e-05, prenorm=False, residual_in_fp32=False',
+    'fused_norm_gate.rms_norm_gated': "x, g, weight, bias=None, activation='swish', residual=None, prenorm=False, "
+    'residual_in_fp32=False, eps=1e-06',
+    'l2norm.l2norm': 'x, eps=1e-06, output_dtype=None',
+    'activations.swiglu': 'x, y',
+    'activations.silu_and_mul': 'x',
+    'activations.swiglu_linear': 'x, y, weight, bias',
+    'rotary.rotary_embedding': 'x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None',
+    'convolution.causal_conv1d': 'x, weight, bias=None, residual=None, initial_state=None, output_final_state=False, '
+    'activation=None, cu_seqlens=None',
+    'convolution.causal_conv1d_update': 'x, cache, residual=None, weight=None, bias=None, activation=None',
+}
+
+
+@pytest.mark.parametrize('path', PATHS)
+def test_import_paths(path):
+    module = importlib.import_module(path)
+    assert inspect.ismodule(module)
+    assert [name for name in PATHS[path] if not hasattr(module, name)] == []
+
+
+def test_l2norm_stays_a_module():
+    assert inspect.ismodule(fla.modules.l2norm)
+
+
+@pytest.mark.parametrize('name', SIGNATURES)
+def test_signatures(name):
+    module, function = name.split('.')
+    signature = inspect.signature(getattr(importlib.import_module(f'fla.modules.{module}'), function))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    assert ', '.join(str(p) for p in bare) == SIGNATURES[name]
+
+
+CALLS = {
+    'layernorm.rms_norm': lambda x: (x, x[0, 0]),
+    'fused_norm_gate.rms_norm_gated': lambda x: (x, x, x[0, 0]),
+    'l2norm.l2norm': lambda x: (x,),
+    'activations.swiglu': lambda x: (x, x),
+    'activations.silu_and_mul': lambda x: (x,),
+    'activations.swiglu_linear': lambda x: (x, x, x[0], None),
+    'rotary.rotary_embedding': lambda x: (x[:, :, None], x[0, :, :3], x[0, :, :3]),
+    'convolution.causal_conv1d': lambda x: (x, x[0, :4].t()),
+    'convolution.causal_conv1d_update': lambda x: (x[:, 0], x[:, :4].transpose(1, 2).clone(), None, x[0, :4].t()),
+}
+
+
+@pytest.mark.parametrize('name', CALLS)
+def test_meta_tensors_compile_and_autocast(name):
+    module, function = name.split('.')
+    call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
+    x = torch.randn(2, 8, 6)
+    expected = call(*CALLS[name](x))
+    first = expected if isinstance(expected, torch.Tensor) else expected[0]
+    on_meta = call(*CALLS[name](x.to('meta')))
+    on_meta = on_meta if isinstance(on_meta, torch.Tensor) else on_meta[0]
+    assert (on_meta.shape, on_meta.dtype) == (first.shape, first.dtype)
+
+    compiled = torch.compile(call, fullgraph=True, backend='aot_eager')(*CALLS[name](x))
+    torch.testing.assert_close(compiled, expected)
+
+    if function != 'swiglu_linear':  # a linear map is what autocast is for
+        with torch.autocast('cpu', torch.bfloat16):
+            torch.testing.assert_close(call(*CALLS[name](x)), expected, rtol=0, atol=0)
+
+
+def test_described_and_explained():
+    table = describe('modules')
+    assert [name for name in CALLS if f'modules.{name.split(".")[1]}' not in table and name.split('.')[1] not in table] == []
+    x = torch.randn(2, 4)
+    assert explain(importlib.import_module('fla.modules.activations').swiglu, x, x).winner == 'default'

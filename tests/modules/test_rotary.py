@@ -1,0 +1,138 @@
+"""rotary_embedding and RotaryEmbedding."""
+
+import math
+
+import pytest
+import torch
+
+from fla.modules import RotaryEmbedding
+from fla.modules.rotary import rotary_embedding, rotary_embedding_ref
+from fla.ops.backends import Policy, policy_context
+
+from .oracle import BOUND, DTYPES, check, error, tensor
+
+
+def oracle(x, cos, sin, interleaved=False, seqlen_offsets=0, cu_seqlens=None, **_):
+    """Pair by pair, as multiplication by a complex number."""
+    half = cos.shape[1]
+    out = []
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            sequence = b if cu_seqlens is None else int((cu_seqlens[1:] <= t).sum())
+            place = t if cu_seqlens is None else t - int(cu_seqlens[sequence])
+            place += int(seqlen_offsets[sequence]) if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
+            row = list(x[b, t].unbind(-1))
+            for i in range(half):
+                first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+                c, s, u, w = cos[place, i], sin[place, i], row[first], row[second]
+                row[first], row[second] = u * c - w * s, u * s + w * c
+            out.append(torch.stack(row, -1))
+    return torch.stack(out).reshape(x.shape)
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('interleaved', [False, True], ids=['halves', 'interleaved'])
+@pytest.mark.parametrize('rotated', [6, 4])
+def test_against_the_formula(dtype, interleaved, rotated):
+    arguments = {
+        'x': tensor(2, 3, 2, 6, dtype=dtype),
+        'cos': tensor(5, rotated // 2, dtype=dtype),
+        'sin': tensor(5, rotated // 2, dtype=dtype),
+    }
+    for offsets in (0, 2, torch.tensor([2, 1])):
+        check(rotary_embedding, oracle, arguments, BOUND[dtype], interleaved=interleaved, seqlen_offsets=offsets)
+
+
+@pytest.mark.parametrize('offsets', [0, 3, torch.tensor([1, 0, 4, 2], dtype=torch.int32)], ids=['0', '3', 'tensor'])
+def test_packed(offsets):
+    arguments = {'x': tensor(1, 7, 2, 4), 'cos': tensor(8, 2), 'sin': tensor(8, 2)}
+    cu = torch.tensor([0, 2, 2, 3, 7])
+    check(rotary_embedding, oracle, arguments, 1e-14, seqlen_offsets=offsets, cu_seqlens=cu)
+
+
+def test_in_place_and_strides():
+    x, cos, sin = tensor(4, 2, 3, 2).permute(3, 2, 1, 0), tensor(3, 2), tensor(3, 2)
+    expected = oracle(x, cos, sin)
+    assert error(expected, rotary_embedding(x, cos, sin)) < 1e-14
+    assert rotary_embedding(x, cos, sin, inplace=True) is x
+    assert error(expected, x) < 1e-14
+    assert error(oracle(x, cos, sin), rotary_embedding_ref(x, cos, sin)) < 1e-14
+
+    leaf = tensor(1, 3, 1, 4, grad=True)
+    (got,) = torch.autograd.grad((rotary_embedding(leaf * 2, cos, sin, inplace=True) ** 2).sum(), leaf)
+    (expected,) = torch.autograd.grad((oracle(leaf * 2, cos, sin) ** 2).sum(), leaf)
+    assert error(expected, got) < 1e-14
+
+
+def test_empty():
+    table = torch.ones(4, 2)
+    for shape in ((0, 3, 2, 4), (2, 0, 2, 4)):
+        assert rotary_embedding(torch.zeros(shape), table, table).shape == shape
+    none = torch.zeros(1, dtype=torch.int32)
+    assert rotary_embedding(torch.zeros(1, 0, 2, 4), table, table, cu_seqlens=none).shape == (1, 0, 2, 4)
+
+
+def test_positions_beyond_the_table():
+    x, table = torch.ones(1, 3, 1, 2), torch.arange(4.0)[:, None]
+    y = rotary_embedding(x, table, 0 * table, seqlen_offsets=torch.tensor([2]))
+    assert y[0, :, 0, 0].tolist() == [2, 3, 3]
+    with policy_context(Policy(check_values=True)), pytest.raises(ValueError, match='positions go from 2 to 4'):
+        rotary_embedding(x, table, 0 * table, seqlen_offsets=torch.tensor([2]))
+
+
+@pytest.mark.parametrize('interleaved', [False, True], ids=['halves', 'interleaved'])
+def test_layer(interleaved):
+    layer = RotaryEmbedding(4, base=100.0, interleaved=interleaved)
+    assert layer.state_dict() == {}
+    q, k = tensor(2, 5, 4, 6, dtype=torch.float32), tensor(2, 5, 2, 6, dtype=torch.float32)
+    angles = torch.tensor([[p * 100.0 ** (-2 * i / 4) for i in range(2)] for p in range(32)], dtype=torch.float64)
+    cos, sin = angles.cos(), angles.sin()
+    for offset in (0, 7, torch.tensor([3, 20])):
+        options = {'interleaved': interleaved, 'seqlen_offsets': offset}
+        for x, y in zip((q, k), layer(q, k, offset), strict=True):
+            assert error(oracle(x.double(), cos, sin, **options), y) < 1e-6
+    cu = torch.tensor([0, 4, 10])
+    packed = layer(q.reshape(1, 10, 4, 6), k.reshape(1, 10, 2, 6), 1, cu)[0]
+    options = {'interleaved': interleaved, 'seqlen_offsets': 1, 'cu_seqlens': cu}
+    assert error(oracle(q.reshape(1, 10, 4, 6).double(), cos, sin, **options), packed) < 1e-6
+    places = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    by_place = layer(q, k, position_ids=places)[0]
+    for b, t in ((0, 2), (1, 0)):
+        one = layer(q[b : b + 1, t : t + 1], k[b : b + 1, t : t + 1], int(places[b, t]))[0]
+        assert error(one, by_place[b : b + 1, t : t + 1]) < 1e-6
+
+
+def test_scores_depend_on_distance_alone_far_away():
+    """Angles are float32: at position 10^5 they are off by less than 0.01."""
+    layer = RotaryEmbedding(64)
+    q, k = torch.randn(1, 1, 1, 64), torch.randn(1, 1, 1, 64)
+    near = (layer(q, q, 3)[0] * layer(k, k, 0)[0]).sum()
+    far = (layer(q, q, 100_003)[0] * layer(k, k, 100_000)[0]).sum()
+    assert math.isclose(float(near), float(far), abs_tol=0.1)
+
+
+@pytest.mark.parametrize(
+    ('call', 'kind', 'message'),
+    [
+        (lambda x, c: rotary_embedding(x[0], c, c), ValueError, r'x must be \[B, T, H, D\]'),
+        (lambda x, c: rotary_embedding(x.int(), c, c), TypeError, 'x must be float16'),
+        (lambda x, c: rotary_embedding(x, c[0], c[0]), ValueError, r'cos must be \[S, R / 2\]'),
+        (lambda x, c: rotary_embedding(x, c, c[:2]), ValueError, 'sin must be shaped like cos'),
+        (
+            lambda x, c: rotary_embedding(x, c.repeat(1, 2), c.repeat(1, 2)),
+            ValueError,
+            'turns R = 8 channels, but x has D = 4',
+        ),
+        (lambda x, c: rotary_embedding(x, c[:2], c[:2]), ValueError, 'cos has S = 2 rows, too few for T = 3'),
+        (lambda x, c: rotary_embedding(x, c, c, seqlen_offsets=-1), ValueError, 'seqlen_offsets = -1'),
+        (lambda x, c: rotary_embedding(x, c, c, seqlen_offsets=torch.tensor([1])), ValueError, 'seqlen_offsets must be'),
+        (lambda x, c: rotary_embedding(x, c, c, seqlen_offsets=torch.ones(2)), TypeError, 'seqlen_offsets must be int32'),
+        (lambda x, c: rotary_embedding(x, c, c, cu_seqlens=torch.tensor([0, 3])), ValueError, 'batch must be 1'),
+        (lambda x, c: RotaryEmbedding(3), ValueError, 'dim must be even'),
+        (lambda x, c: RotaryEmbedding(4)(x, x[:, :1]), ValueError, 'k must be of the batch and time of q'),
+        (lambda x, c: RotaryEmbedding(4)(x, x, position_ids=torch.zeros(3)), ValueError, 'position_ids must be'),
+    ],
+)
+def test_bad_calls(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call(torch.randn(2, 3, 1, 4), torch.randn(4, 2))

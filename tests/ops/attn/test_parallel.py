@@ -1,0 +1,172 @@
+"""parallel_attn: the default and `sdpa`, against the formula in float64."""
+
+import pytest
+import torch
+
+from fla.ops.attn import parallel_attn
+from fla.ops.attn.naive import naive_parallel_attn
+from fla.ops.attn.parallel import parallel_attn as same
+from fla.ops.backends import explain, trace, use_backend
+
+# Of one rounded result; float32 also sums up to 24 terms, and sdpa rounds the softmax's weights to bf16 or fp16.
+BOUND = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6, torch.float64: 1e-13}
+CU = torch.tensor([0, 0, 1, 9, 24])
+
+
+def oracle(q, k, v, g=None, scale=None, window_size=None, cu_seqlens=None, sink_bias=None):
+    """One query at a time."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    groups, past = q.shape[2] // k.shape[2], k.shape[1] - q.shape[1]
+    rows = []
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            begin = 0 if cu_seqlens is None else max(int(s) for s in cu_seqlens[:-1] if s <= t)
+            begin = begin if window_size is None else max(begin, past + t + 1 - window_size)
+            for h in range(q.shape[2]):
+                keys, values = k[b, begin : past + t + 1, h // groups], v[b, begin : past + t + 1, h // groups]
+                weights = scale * keys @ q[b, t, h]
+                if g is not None:
+                    weights = weights + torch.stack([g[b, j + 1 : t + 1, h].sum() for j in range(begin, t + 1)])
+                weights = weights.exp()
+                total = weights.sum() + (0 if sink_bias is None else sink_bias[h].exp())
+                rows.append(weights @ values / total)
+    return torch.stack(rows).reshape(*q.shape[:3], v.shape[-1])
+
+
+def error(expected, got):
+    expected, got = expected.detach().double(), got.detach().double()
+    assert expected.shape == got.shape
+    return float((expected - got).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def inputs(*names, dtype=torch.float64, batch=2, length=24, queries=None, heads=4, kv_heads=2, dim=8, value_dim=6):
+    generator = torch.Generator().manual_seed(3)
+    shapes = {
+        'q': (batch, queries or length, heads, dim),
+        'k': (batch, length, kv_heads, dim),
+        'v': (batch, length, kv_heads, value_dim),
+        'g': (batch, length, heads),
+        'sink_bias': (heads,),
+    }
+    made = {n: torch.randn(shapes[n], generator=generator).bfloat16().to(dtype) for n in ('q', 'k', 'v', *names)}
+    if 'g' in made:
+        made['g'] = -made['g'].abs()
+    return made
+
+
+CASES = {
+    'plain': ((), {}, {}),
+    'one kv head, scaled': ((), {'kv_heads': 1}, {'scale': 0.3}),
+    'equal heads and dims': ((), {'kv_heads': 4, 'value_dim': 8}, {}),
+    'window': ((), {}, {'window_size': 5}),
+    'window of one': ((), {}, {'window_size': 1}),
+    'packed': ((), {'batch': 1}, {'cu_seqlens': CU}),
+    'packed, window, int32': ((), {'batch': 1}, {'cu_seqlens': CU.int(), 'window_size': 3}),
+    'one query': ((), {'queries': 1}, {}),
+    'one query, window': ((), {'queries': 1}, {'window_size': 4}),
+    'five queries': ((), {'queries': 5}, {}),
+    'gate': (('g',), {}, {}),
+    'sink': (('sink_bias',), {}, {'window_size': 6}),
+    'gate and sink, packed': (('g', 'sink_bias'), {'batch': 1}, {'cu_seqlens': CU}),
+}
+
+
+@pytest.mark.parametrize('dtype', list(BOUND), ids=str)
+@pytest.mark.parametrize('backend', ['default', 'sdpa'])
+@pytest.mark.parametrize('case', CASES)
+def test_against_the_formula(case, backend, dtype):
+    names, shapes, options = CASES[case]
+    if backend == 'sdpa' and names:
+        pytest.skip('sdpa has no gates and sinks')
+    given = {n: x.requires_grad_() for n, x in inputs(*names, dtype=dtype, **shapes).items()}
+    exact = {n: x.detach().double().requires_grad_() for n, x in given.items()}
+    with use_backend(backend, op='attn'), trace() as t:
+        o = parallel_attn(**given, **options)
+    assert t.last_backend('attn.parallel_attn') == backend
+    expected = oracle(**exact, **options)
+    assert o.dtype == dtype
+    assert o.is_contiguous()
+    assert error(expected, o) <= BOUND[dtype]
+    weights = torch.randn(o.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+    got = torch.autograd.grad((o.double() * weights).sum(), list(given.values()))
+    wanted = torch.autograd.grad((expected * weights).sum(), list(exact.values()))
+    for name, a, b in zip(given, wanted, got, strict=True):
+        if a.abs().max() < 1e-12:  # a window of one: the weight is 1 whatever q and k are
+            assert b.abs().max() < 1e-2
+        else:
+            assert error(a, b) <= 3 * BOUND[dtype], f'gradient of {name}'
+
+
+def test_which_backend_runs_and_why():
+    plain = inputs()
+    assert explain(parallel_attn, **plain).winner == 'sdpa'
+    decision = explain(parallel_attn, **inputs('sink_bias'))
+    assert decision.winner == 'default'
+    assert 'sink_bias' in decision['sdpa'].reason
+    assert same is parallel_attn
+
+
+def test_toggle(monkeypatch):
+    monkeypatch.setenv('FLA_SDPA', '0')
+    assert explain(parallel_attn, **inputs()).winner == 'default'
+
+
+@pytest.mark.parametrize('backend', ['default', 'sdpa'])
+def test_empty(backend):
+    with use_backend(backend, op='attn'):
+        for shape in ((0, 4), (2, 0)):
+            q, k = torch.zeros(*shape, 4, 8), torch.zeros(*shape, 2, 8)
+            assert parallel_attn(q, k, k).shape == q.shape
+        none = torch.zeros(1, 0, 4, 8)
+        assert parallel_attn(none, none, none, cu_seqlens=torch.tensor([0, 0])).shape == none.shape
+        assert parallel_attn(none, none, none, cu_seqlens=torch.tensor([0])).shape == none.shape
+
+
+def test_strong_gates_do_not_overflow():
+    given = inputs('g', dtype=torch.float32)
+    given['g'] = given['g'] * 100
+    assert error(oracle(**{n: x.double() for n, x in given.items()}), parallel_attn(**given)) < 1e-5
+
+
+def test_strides_autocast_compile_and_second_derivatives():
+    given = inputs(dtype=torch.float32)
+    strided = {n: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for n, x in given.items()}
+    expected = oracle(**{n: x.double() for n, x in given.items()})
+    for backend in ('default', 'sdpa'):
+        bound = parallel_attn.bind(backend=backend)
+        assert error(expected, bound(**strided)) < 2e-6
+        with torch.autocast('cpu', torch.bfloat16):
+            assert error(expected, bound(**given)) < 2e-6
+        compiled = torch.compile(lambda q, k, v, call=bound: call(q, k, v), fullgraph=True, backend='aot_eager')
+        assert error(expected, compiled(**given)) < 2e-6
+    small = inputs('g', 'sink_bias', batch=1, length=4, heads=2, kv_heads=1, dim=2, value_dim=2)
+    q, k, v, g, sink = (x.requires_grad_() for x in small.values())
+    assert torch.autograd.gradgradcheck(lambda *a: naive_parallel_attn(*a[:4], sink_bias=a[4]), (q, k, v, g, sink))
+
+
+@pytest.mark.parametrize(
+    ('change', 'kind', 'message'),
+    [
+        ({'q': torch.zeros(2, 24, 8)}, ValueError, 'q must have 4 dimensions'),
+        ({'q': torch.zeros(2, 24, 4, 8).int()}, TypeError, 'q must be float16'),
+        ({'k': torch.zeros(2, 24, 2, 8)}, TypeError, 'q, k and v must have one dtype'),
+        ({'k': torch.zeros(2, 24, 2, 7).double()}, ValueError, 'k must have the batch and head dim of q'),
+        ({'v': torch.zeros(2, 23, 2, 8).double()}, ValueError, 'v must have the batch, time and heads of k'),
+        ({'q': torch.zeros(2, 24, 3, 8).double()}, ValueError, 'heads of q must be a multiple'),
+        ({'q': torch.zeros(2, 25, 4, 8).double()}, ValueError, 'k must be at least as long as q'),
+        ({'q': torch.zeros(2, 24, 4, 300).double()}, ValueError, 'head dim of q must be between 1 and 256'),
+        ({'window_size': 0}, ValueError, 'window_size must be at least 1'),
+        ({'g': torch.zeros(2, 24, 2).double()}, ValueError, r'g must be \[B, T, HQ\]'),
+        ({'g': torch.zeros(2, 24, 4).bfloat16()}, TypeError, 'g must be'),
+        ({'sink_bias': torch.zeros(2).double()}, ValueError, r'sink_bias must be \[HQ\]'),
+        ({'cu_seqlens': torch.tensor([0, 24])}, ValueError, 'batch must be 1'),
+        ({'chunk_indices': torch.zeros(3)}, ValueError, 'chunk_indices must be'),
+        ({'q': torch.zeros(2, 1, 4, 8).double(), 'g': torch.zeros(2, 1, 4).double()}, ValueError, 'g needs k to be as long'),
+        ({'v': torch.zeros(2, 24, 2, 8, device='meta').double()}, ValueError, "'v' is on meta"),
+        ({'sink': None}, TypeError, 'sink'),
+    ],
+)
+def test_bad_calls(change, kind, message):
+    for backend in ('default', 'sdpa'):
+        with use_backend(backend, op='attn'), pytest.raises(kind, match=message):
+            parallel_attn(**{**inputs(), **change})

@@ -1,0 +1,226 @@
+"""The four functions of the gated delta rule and of Kimi delta attention on generated inputs, beside the step-by-step definition
+in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fla.ops.gated_delta_rule import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    naive_gdn_gate,
+    naive_recurrent_gated_delta_rule,
+)
+from fla.ops.kda import (
+    chunk_kda,
+    fused_recurrent_kda,
+    naive_kda_gate,
+    naive_kda_lowerbound_gate,
+    naive_recurrent_kda,
+)
+from tests import bounds
+
+GDN = (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule)
+KDA = (chunk_kda, fused_recurrent_kda)
+CHUNKED = (chunk_gated_delta_rule, chunk_kda)
+FUNCTIONS = (*GDN, *KDA)
+
+
+def name_of(function) -> str:
+    return function.__name__
+
+
+@dataclass
+class Case:
+    """Tensor arguments by name, those that are None left out; `cu_seqlens`; everything else."""
+
+    tensors: dict[str, torch.Tensor]
+    cu_seqlens: torch.Tensor | None
+    options: dict[str, Any]
+    per_channel: bool
+
+    @property
+    def count(self) -> int:
+        return self.tensors['q'].shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    def call(self, function, **more):
+        arguments = {'output_final_state': True, 'cu_seqlens': self.cu_seqlens, **self.options, **more}
+        return function(**self.tensors, **arguments)
+
+    def with_tensors(self, **tensors) -> Case:
+        return Case({**self.tensors, **tensors}, self.cu_seqlens, self.options, self.per_channel)
+
+
+def gates(shape: tuple[int, ...], strength: float | str | None) -> torch.Tensor:
+    """None: log(sigmoid(normal)). A number: that, everywhere. 'spread': evenly over the orders of magnitude from -1e-4 to -20.
+    'switch': one half of the steps -20, the others -1e-4. 'reset': a few are -inf."""
+    if strength is None:
+        return torch.nn.functional.logsigmoid(torch.randn(shape))
+    if strength == 'spread':
+        return -(torch.rand(shape) * 12.2 - 9.21).exp()
+    if strength == 'switch':
+        return torch.where(torch.rand(shape) < 0.5, -20.0, -1e-4)
+    if strength == 'reset':
+        return torch.where(torch.rand(shape) < 0.05, -torch.inf, -torch.rand(shape))
+    return torch.full(shape, strength)
+
+
+def case(
+    function,
+    *,
+    dtype: torch.dtype = torch.float32,
+    gate_dtype: torch.dtype | None = None,
+    B: int = 1,
+    T: int = 70,
+    H: int = 1,
+    HV: int = 1,
+    K: int = 24,
+    V: int = 20,
+    lens: list[int] | None = None,
+    index: torch.dtype = torch.int32,
+    strength: float | str | None = None,
+    initial: bool = True,
+    A_log: bool = True,
+    dt_bias: bool = True,
+    device: str = 'cpu',
+    **options: Any,
+) -> Case:
+    """Normal q and v, unit k. The gate tensors are float32 unless the rest is float64, or `gate_dtype`."""
+    torch.manual_seed(T + 7 * K)
+    per_channel = function in KDA
+    raw = options.get('use_gate_in_kernel', False)
+    cu_seqlens = None
+    if lens is not None:
+        B, T = 1, sum(lens)
+        cu_seqlens = torch.tensor([0, *lens]).cumsum(0).to(index).to(device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    gate_dtype = gate_dtype or wide
+    q, k, v = torch.randn(B, T, H, K), torch.randn(B, T, H, K), torch.randn(B, T, HV, V)
+    if not options.get('use_qk_l2norm_in_kernel'):
+        k = torch.nn.functional.normalize(k, dim=-1)
+    shape = (B, T, HV, K) if per_channel else (B, T, HV)
+    g = torch.randn(shape) if raw else gates(shape, strength)
+    beta = torch.randn(B, T, HV) if options.get('use_beta_sigmoid_in_kernel') else torch.rand(B, T, HV)
+    tensors = dict(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype), g=g.to(gate_dtype), beta=beta.to(gate_dtype))
+    if raw and A_log:
+        tensors['A_log'] = torch.randn(HV).to(wide)
+    if raw and dt_bias:
+        tensors['dt_bias'] = torch.randn(HV * K if per_channel else HV).to(wide)
+    if initial:
+        count = B if lens is None else len(lens)
+        dims = (V, K) if options.get('state_v_first') else (K, V)
+        tensors['initial_state'] = torch.randn(count, HV, *dims).to(wide)
+    return Case({name: x.to(device) for name, x in tensors.items()}, cu_seqlens, options, per_channel)
+
+
+def normalised(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def prepare(given: Case, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the definition takes: norms, gates, sigmoids and layouts undone."""
+    options, out = given.options, {name: tensors[name] for name in ('q', 'k', 'v', 'g', 'beta')}
+    A_log, dt_bias, state = (tensors.get(name) for name in ('A_log', 'dt_bias', 'initial_state'))
+    if options.get('use_qk_l2norm_in_kernel'):
+        out['q'], out['k'] = normalised(out['q']), normalised(out['k'])
+    if options.get('use_gate_in_kernel'):
+        if options.get('lower_bound') is not None:
+            out['g'] = naive_kda_lowerbound_gate(out['g'], A_log, dt_bias, options['lower_bound'])
+        else:
+            out['g'] = (naive_kda_gate if given.per_channel else naive_gdn_gate)(out['g'], A_log, dt_bias)
+    if options.get('use_beta_sigmoid_in_kernel'):
+        out['beta'] = torch.sigmoid(out['beta']) * (2 if options.get('allow_neg_eigval') else 1)
+    if state is not None:
+        out['initial_state'] = state.transpose(-1, -2) if options.get('state_v_first') else state
+    return out
+
+
+def definition(given: Case, tensors: dict[str, torch.Tensor]):
+    """o, the final state as the function lays it out, and the q that the recurrence saw."""
+    ready = prepare(given, tensors)
+    naive = naive_recurrent_kda if given.per_channel else naive_recurrent_gated_delta_rule
+    o, state = naive(**ready, scale=given.options.get('scale'), output_final_state=True, cu_seqlens=given.cu_seqlens)
+    return o, state.transpose(-1, -2) if given.options.get('state_v_first') else state, ready['q']
+
+
+def measure(given: Case, run) -> dict[str, tuple[float, float, torch.dtype]]:
+    """(relative RMS error, worst row, dtype) of every output and gradient of `run(tensors)`, which returns o and final state."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in given.tensors.items()}
+    exact = {name: x.detach().double().requires_grad_() for name, x in given.tensors.items()}
+    o, final = run(leaves)
+    expected_o, expected_final, seen = definition(given, exact)
+    assert o.shape == expected_o.shape
+    assert final.shape == expected_final.shape
+    torch.manual_seed(5)
+    do, d_final = torch.randn_like(o), torch.randn_like(final)
+    loss = (expected_o * do.double()).sum() + (expected_final * d_final.double()).sum()
+    *wanted, d_seen = torch.autograd.grad(loss, [*exact.values(), seen])
+    floor = given_floor(seen, d_seen, given.per_channel)
+    got = torch.autograd.grad([o, final], list(leaves.values()), [do, d_final])
+    pairs = {'o': (expected_o, o), 'final': (expected_final, final)}
+    for name, right, gradient in zip(leaves, wanted, got, strict=True):
+        assert (gradient.shape, gradient.dtype) == (leaves[name].shape, leaves[name].dtype)
+        pairs[f'd{name}'] = (right, gradient)
+    found = {}
+    for name, (right, gradient) in pairs.items():
+        least = floor if name == 'dg' else 0.0
+        right, gradient = right.detach(), gradient.detach()
+        found[name] = bounds.relative_rms(right, gradient, least), bounds.worst_row(right, gradient, least), gradient.dtype
+    return found
+
+
+def given_floor(q: torch.Tensor, d_q: torch.Tensor, per_channel: bool) -> float:
+    terms = q * d_q
+    terms = terms if per_channel else terms.sum(-1)
+    return bounds.GATE_FLOOR * float(terms.square().mean().sqrt()) if terms.numel() else 0.0
+
+
+# What is asked of every function and dtype: shapes, gate strengths, flags, packed sequences.
+RAW = dict(use_gate_in_kernel=True)
+FLAGS = dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+GRID = {
+    'one step': dict(T=1, B=2, H=2, HV=2),
+    'two steps': dict(T=2, B=2),
+    'below a block': dict(T=15, H=2, HV=4),
+    'a block': dict(T=16, K=1, V=1),
+    'beyond a block': dict(T=17, K=3, V=5),
+    'below a chunk': dict(T=63, K=17, V=33),
+    'a chunk': dict(T=64, K=32, V=8, scale=0.3),
+    'beyond a chunk': dict(T=65, B=2, initial=False),
+    'three chunks': dict(T=130, H=2, HV=6, K=12, V=7),
+    'wide': dict(T=20, K=256, V=256),
+    'weak gates': dict(T=130, strength=-1e-4),
+    'strong gates': dict(T=130, strength=-20.0),
+    'no gates': dict(T=100, strength=0.0),
+    'spread gates': dict(T=130, strength='spread', HV=2),
+    'switching gates': dict(T=130, strength='switch'),
+    'norms and sigmoid': dict(T=70, **FLAGS),
+    'negative eigenvalues': dict(T=70, HV=2, allow_neg_eigval=True, **FLAGS),
+    'states turned': dict(T=66, state_v_first=True),
+    'states turned, one step': dict(T=1, B=3, state_v_first=True, H=2, HV=4, **FLAGS),
+    'raw gates': dict(T=66, HV=2, **RAW),
+    'raw gates, no bias': dict(T=33, dt_bias=False, **RAW),
+    'everything': dict(T=70, H=2, HV=4, allow_neg_eigval=True, state_v_first=True, scale=1.0, **RAW, **FLAGS),
+    'packed': dict(lens=[0, 1, 64, 0, 65, 3, 0], HV=2),
+    'packed int64': dict(lens=[17, 1, 1, 47], index=torch.int64, state_v_first=True, allow_neg_eigval=True, **RAW, **FLAGS),
+    'packed singles': dict(lens=[1] * 5, initial=False),
+    'one sequence': dict(lens=[70], strength='spread'),
+}
+KDA_GRID = {
+    'lower bound': dict(T=66, HV=2, lower_bound=-5.0, **RAW),
+    'lower bound alone': dict(T=40, HV=2, lower_bound=-2.5, A_log=False, dt_bias=False, **RAW),
+    'lower bound and bias': dict(lens=[5, 0, 40], lower_bound=-5.0, A_log=False, **RAW),
+}
+
+
+def grid(functions=FUNCTIONS) -> list[tuple[Any, str]]:
+    """(function, name of a case) of all that a function can be asked."""
+    names = {f: [*GRID, *(KDA_GRID if f in KDA else {})] for f in functions}
+    return [(f, name) for f in functions for name in names[f]]
+
+
+def on_grid(function, name: str, **more: Any) -> Case:
+    return case(function, **{**({**GRID, **KDA_GRID}[name]), **more})
