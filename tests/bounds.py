@@ -13,7 +13,8 @@ Its relative RMS over the grid (`python -m tests.bounds`) is 1.7e-3 in bfloat16 
 and backward; the bound of a kernel is 1.5 times the largest error this makes on the grid (`python -m tests.bounds`).
 
 **Gradients of gates** are differences of terms that cancel at strong gates. Their error is divided by
-max(RMS of the gradient, 1e-3 * RMS of those terms): q times its gradient, which is one of them.
+max(RMS of the gradient, 1e-3 * RMS of those terms): q times its gradient, which is one of them. A row of theirs, and of the
+gradient of beta, is a block of 16 steps of a head: a single number of them may be the rounding of two large ones.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def relative_rms(expected: torch.Tensor, found: torch.Tensor, floor: float = 0.0
 
 def worst_row(expected: torch.Tensor, found: torch.Tensor, floor: float = 0.0) -> float:
     """The largest relative error of a row (the last dimension), of rows whose norm is at least 1 % of the median."""
+    expected, found = expected.detach(), found.detach()
     if not expected.numel():
         return 0.0
     norm = expected.double().norm(dim=-1).flatten()
@@ -58,6 +60,13 @@ def worst_row(expected: torch.Tensor, found: torch.Tensor, floor: float = 0.0) -
     large = norm >= 0.01 * norm.median()
     least = max(floor * expected.shape[-1] ** 0.5, 1e-300)
     return float((error[large] / norm[large].clamp(min=least)).max())
+
+
+def in_blocks(x: torch.Tensor, steps: int = 16) -> torch.Tensor:
+    """`[B, T, H, ...]` with blocks of steps of one head as rows, the last one filled up with zeros."""
+    x = x.transpose(1, 2).flatten(3) if x.dim() > 3 else x.transpose(1, 2)[..., None]
+    x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % steps))
+    return x.unflatten(2, (-1, steps)).flatten(3)
 
 
 class HalfOperands(TorchDispatchMode):

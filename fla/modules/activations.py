@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fla.modules.checks import check_dims, check_floating, check_same, check_shape
+from fla.modules.checks import check_dims, check_floating, check_same, check_shape, under_autocast
 from fla.ops.backends import dispatch
 from fla.ops.common.gates import wide
 
@@ -72,10 +72,7 @@ def _check_swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor,
     check_shape('weight', weight, (weight.shape[0], x.shape[-1]), '[out, D]')
     check_shape('bias', bias, weight.shape[:1], '[out]')
     for name, tensor in (('weight', weight), ('bias', bias)):
-        if tensor is None or tensor.dtype == x.dtype:
-            continue
-        kind = x.device.type
-        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        if tensor is not None and tensor.dtype != x.dtype and not under_autocast(x):
             raise TypeError(f'{name} must have the dtype of x, {x.dtype}, outside autocast, got {tensor.dtype}')
 
 

@@ -50,3 +50,9 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """A value is one of a few."""
     if value not in allowed:
         raise ValueError(f'{name} must be one of {list(allowed)}, got {value!r}')
+
+
+def under_autocast(tensor: torch.Tensor) -> bool:
+    """Whether autocast is on for the tensor's device. A meta tensor's knows none, and asking for it raises."""
+    kind = tensor.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -236,4 +236,4 @@ def test_a_reason_that_cannot_be_shown_harms_nobody():
 
     toy = Toy()
     toy.add('a', accepts=lambda self, q: (False, ('size %s', Bad())))
-    assert explain(toy.f, Q, Q)['a'].reason == 'size %s'
+    assert explain(toy.f, Q, Q)['a'].reason == 'size %s <Bad>'

@@ -349,15 +349,17 @@ def test_reasons(reason, text):
 
 
 def test_a_lazy_reason_is_not_formatted_by_a_call():
-    class Unprintable:
+    shown = []
+
+    class Size:
         def __str__(self):
-            raise AssertionError('formatted')
+            shown.append(self)
+            return '7'
 
     toy = Toy()
-    toy.add('a', accepts=lambda self: (False, ('got %s', Unprintable())))
-    assert toy.ran() == 'default'
-    with pytest.raises(AssertionError, match='formatted'):
-        explain(toy.f, Q, Q)
+    toy.add('a', accepts=lambda self: (False, ('got %s', Size())))
+    assert (toy.ran(), shown) == ('default', [])
+    assert (explain(toy.f, Q, Q)['a'].reason, len(shown)) == ('got 7', 1)
 
 
 def test_debug_reasons_are_generated_only_if_debug_was_on_at_plan_time(caplog):
@@ -660,6 +662,8 @@ def pretend(monkeypatch, *devices, rocm=False):
 
 
 def fake(device, dtype=torch.float32):
+    if torch.cuda.is_available() and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        pytest.skip('where there is a real GPU, a fake tensor needs a real device of that index')
     with FakeTensorMode():
         return torch.empty(2, 8, device=device, dtype=dtype)
 

@@ -168,12 +168,13 @@ def measure(given: Case, run) -> dict[str, tuple[float, float, torch.dtype]]:
     for name, (right, gradient) in pairs.items():
         least = floor if name == 'dg' else 0.0
         right, gradient = right.detach(), gradient.detach()
-        found[name] = bounds.relative_rms(right, gradient, least), bounds.worst_row(right, gradient, least), gradient.dtype
+        rows = [bounds.in_blocks(x) if name in ('dg', 'dbeta') else x for x in (right, gradient)]
+        found[name] = bounds.relative_rms(right, gradient, least), bounds.worst_row(*rows, least), gradient.dtype
     return found
 
 
 def given_floor(q: torch.Tensor, d_q: torch.Tensor, per_channel: bool) -> float:
-    terms = q * d_q
+    terms = (q * d_q).detach()
     terms = terms if per_channel else terms.sum(-1)
     return bounds.GATE_FLOOR * float(terms.square().mean().sqrt()) if terms.numel() else 0.0
 

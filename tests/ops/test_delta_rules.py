@@ -1,5 +1,7 @@
 """The numbers of the gated delta rule and Kimi delta attention on their reference backend, against the definition in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -178,7 +180,9 @@ def test_layout_dtype_and_who_ran(function, options):
         kept = {name: x.clone() for name, x in given.tensors.items()}
         with trace() as t:
             o, final = given.call(function)
-        assert t.last_backend(explain(function, **given.tensors).function) == 'reference'
+        decision = given.call(partial(explain, function))
+        assert decision.winner == 'reference'
+        assert [(record.function, record.backend) for record in t] == [(decision.function, 'reference')]
         assert (o.dtype, o.shape, o.is_contiguous()) == (dtype, given.tensors['v'].shape, True)
         assert (final.dtype, final.shape, final.is_contiguous()) == (FP32, kept['initial_state'].shape, True)
         assert function(**given.tensors, cu_seqlens=given.cu_seqlens)[1] is None

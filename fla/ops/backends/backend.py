@@ -44,8 +44,15 @@ def format_reason(reason: Reason) -> str:
         try:
             return str(template) % tuple(values)
         except Exception:  # a backend's own text must not be what a user's call dies of
-            return str(template)
+            return ' '.join([str(template), *map(_shown, values)])
     return str(reason)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return f'<{type(value).__name__}>'
 
 
 _MISSING = object()

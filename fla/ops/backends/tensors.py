@@ -77,8 +77,8 @@ def same(value: Any, default: Any) -> bool:
     """Whether an argument holds its default. Only plain values are compared: a tensor or an array would be read."""
     if value is default:
         return True
-    if isinstance(value, (bool, int, float)) and isinstance(default, (bool, int, float)):
-        return bool(value == default)  # `scale=1` is `scale=1.0`
+    if type(value) in (int, float) and type(default) in (int, float):
+        return bool(value == default)  # `scale=1` is `scale=1.0`; `flag=1` is not `flag=True`
     return isinstance(value, (str, bytes, tuple)) and type(value) is type(default) and bool(value == default)
 
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from fla.ops.backends.tensors import in_func_transform
 from fla.ops.common.chunked import BLOCK, CHUNK, chunked_delta_rule, in_chunks, plain_int
 from fla.ops.common.gates import wide
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,13 +34,51 @@ class Result:
 
 
 @contextlib.contextmanager
-def without_autocast(device: torch.device) -> Iterator[None]:
-    """float32 inside stays float32. Entered only where autocast is on: it costs more than a decode step."""
+def without_autocast(device: torch.device) -> Iterator[bool]:
+    """float32 inside stays float32. Says whether autocast was on. Entered only where autocast is on: it costs more than a decode step."""
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
-        yield
+        yield False
         return
     with torch.autocast(device.type, enabled=False):
-        yield
+        yield True
+
+
+def _outside_autocast(run: Callable[..., Triple], tensors: tuple[torch.Tensor | None, ...]) -> Triple:
+    """`run(*tensors)` in float32, forward and backward."""
+    first = next(x for x in tensors if x is not None)
+    with without_autocast(first.device) as was_on:
+        differentiates = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        if not was_on or not differentiates or torch.compiler.is_compiling() or in_func_transform():
+            return run(*tensors)
+        result: Triple = _WithoutAutocast.apply(run, *tensors)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _WithoutAutocast(torch.autograd.Function):
+    """A function whose backward pass runs without autocast too, wherever it is started: products of gradients would be
+    narrow otherwise. Runs the function again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Triple], *tensors: torch.Tensor | None) -> Triple:
+        ctx.run = run
+        ctx.save_for_backward(*tensors)
+        return run(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        twice, tensors = torch.is_grad_enabled(), ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        if not twice:
+            tensors = [x.detach().requires_grad_() if want else x for x, want in zip(tensors, wanted, strict=True)]
+        with without_autocast(gradients[0].device), torch.enable_grad():
+            leaves = [x for x, want in zip(tensors, wanted, strict=True) if want]
+            outs = [(out, d) for out, d in zip(ctx.run(*tensors), gradients, strict=True) if out.requires_grad]
+            found = iter(
+                torch.autograd.grad(
+                    [out for out, _ in outs], leaves, [d for _, d in outs], create_graph=twice, allow_unused=True
+                )
+            )
+        return None, *(next(found) if want else None for want in wanted)
 
 
 def delta_rule(
@@ -77,24 +121,29 @@ def delta_rule(
     else:
         state = wide(initial_state).to(v.dtype)
         state = state.transpose(-1, -2) if state_v_first else state
-    with without_autocast(q.device):
+    tensors = (q, k, v, g, beta, state, None if gv is None else wide(gv).transpose(1, 2))
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+        gv: torch.Tensor | None,
+    ) -> Triple:
         if gv is not None:
-            o, final = _steps(q, k, v, g, wide(gv).transpose(1, 2), beta, state, cu_seqlens)
-            states = state[:, None].clone()
-        elif q.shape[2] == 1 and cu_seqlens is None:
-            o, final = _step(q, k, v, g, beta, state)
-            states = state[:, None].clone()
-        elif cu_seqlens is None:
-            o, final, states = _equal(q, k, v, g, beta, state, chunk_size)
-        else:
-            o, final, states = _packed(q, k, v, g, beta, state, cu_seqlens, chunk_size)
+            return *_steps(q, k, v, g, gv, beta, state, cu_seqlens), state[:, None].clone()
+        if cu_seqlens is not None:
+            return _packed(q, k, v, g, beta, state, cu_seqlens, chunk_size)
+        if q.shape[2] == 1:
+            return *_step(q, k, v, g, beta, state), state[:, None].clone()
+        return _equal(q, k, v, g, beta, state, chunk_size)
+
+    o, final, states = _outside_autocast(run, tensors)
     if state_v_first:
         final, states = final.transpose(-1, -2), states.transpose(-1, -2)
     return Result(o.transpose(1, 2).to(dtype).contiguous(), final.contiguous(), states.contiguous())
-
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _step(

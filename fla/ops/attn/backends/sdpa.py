@@ -25,9 +25,9 @@ class SDPABackend(BaseBackend):
         scale: float | None = None,
         window_size: int | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        # lint: allow ignored-argument because chunk_indices says nothing that cu_seqlens does not
         chunk_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        del chunk_indices  # says nothing that cu_seqlens does not
         seen, causal = None, q.shape[1] == k.shape[1]
         if window_size is not None or cu_seqlens is not None or not (causal or q.shape[1] == 1):
             seen, causal = visible(q, k, window_size, cu_seqlens), False

@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x) without overflow; below -15 the series, where 1 + e^x would round to 1."""
-    small = tl.exp(tl.minimum(x, -15.0))
-    return tl.where(x < -15.0, small, tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
+    """log(1 + e^x) without overflow; below -4 the series, because 1 + e^x rounds e^x away."""
+    y = tl.exp(tl.minimum(x, -4.0))
+    return tl.where(x < -4.0, y * (1.0 - y * (0.5 - y / 3.0)), tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
 
 
 @triton.jit
