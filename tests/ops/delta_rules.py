@@ -1,5 +1,5 @@
-"""The four functions of the gated delta rule and of Kimi delta attention on generated inputs, beside the step-by-step definition
-in float64."""
+"""The four functions of the gated delta rule and of Kimi delta attention on generated inputs, beside the step-by-step
+definition in float64."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Case:
 
 
 def gates(shape: tuple[int, ...], strength: float | str | None) -> torch.Tensor:
-    """None: log(sigmoid(normal)). A number: that, everywhere. 'spread': evenly over the orders of magnitude from -1e-4 to -20.
-    'switch': one half of the steps -20, the others -1e-4. 'reset': a few are -inf."""
+    """None: log(sigmoid(normal)). A number: that, everywhere. 'spread': evenly over the orders of magnitude from -1e-4 to
+    -20. 'switch': one half of the steps -20, the others -1e-4. 'reset': a few are -inf."""
     if strength is None:
         return torch.nn.functional.logsigmoid(torch.randn(shape))
     if strength == 'spread':
@@ -104,7 +104,7 @@ def case(
     shape = (B, T, HV, K) if per_channel else (B, T, HV)
     g = torch.randn(shape) if raw else gates(shape, strength)
     beta = torch.randn(B, T, HV) if options.get('use_beta_sigmoid_in_kernel') else torch.rand(B, T, HV)
-    tensors = dict(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype), g=g.to(gate_dtype), beta=beta.to(gate_dtype))
+    tensors = {'q': q.to(dtype), 'k': k.to(dtype), 'v': v.to(dtype), 'g': g.to(gate_dtype), 'beta': beta.to(gate_dtype)}
     if raw and A_log:
         tensors['A_log'] = torch.randn(HV).to(wide)
     if raw and dt_bias:
@@ -147,7 +147,8 @@ def definition(given: Case, tensors: dict[str, torch.Tensor]):
 
 
 def measure(given: Case, run) -> dict[str, tuple[float, float, torch.dtype]]:
-    """(relative RMS error, worst row, dtype) of every output and gradient of `run(tensors)`, which returns o and final state."""
+    """(relative RMS error, worst row, dtype) of every output and gradient of `run(tensors)`, which returns o and the final
+    state."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in given.tensors.items()}
     exact = {name: x.detach().double().requires_grad_() for name, x in given.tensors.items()}
     o, final = run(leaves)
@@ -159,6 +160,7 @@ def measure(given: Case, run) -> dict[str, tuple[float, float, torch.dtype]]:
     loss = (expected_o * do.double()).sum() + (expected_final * d_final.double()).sum()
     *wanted, d_seen = torch.autograd.grad(loss, [*exact.values(), seen])
     floor = given_floor(seen, d_seen, given.per_channel)
+    summed = float(wanted[3].norm()) / max(1, leaves.get('dt_bias', leaves['beta'][0, :1]).numel()) ** 0.5
     got = torch.autograd.grad([o, final], list(leaves.values()), [do, d_final])
     pairs = {'o': (expected_o, o), 'final': (expected_final, final)}
     for name, right, gradient in zip(leaves, wanted, got, strict=True):
@@ -166,7 +168,7 @@ def measure(given: Case, run) -> dict[str, tuple[float, float, torch.dtype]]:
         pairs[f'd{name}'] = (right, gradient)
     found = {}
     for name, (right, gradient) in pairs.items():
-        least = floor if name == 'dg' else 0.0
+        least = {'dg': floor, 'dA_log': summed, 'ddt_bias': summed}.get(name, 0.0)
         right, gradient = right.detach(), gradient.detach()
         rows = [bounds.in_blocks(x) if name in ('dg', 'dbeta') else x for x in (right, gradient)]
         found[name] = bounds.relative_rms(right, gradient, least), bounds.worst_row(*rows, least), gradient.dtype
@@ -180,35 +182,35 @@ def given_floor(q: torch.Tensor, d_q: torch.Tensor, per_channel: bool) -> float:
 
 
 # What is asked of every function and dtype: shapes, gate strengths, flags, packed sequences.
-RAW = dict(use_gate_in_kernel=True)
-FLAGS = dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+RAW = {'use_gate_in_kernel': True}
+FLAGS = {'use_qk_l2norm_in_kernel': True, 'use_beta_sigmoid_in_kernel': True}
 GRID = {
-    'one step': dict(T=1, B=2, H=2, HV=2),
-    'two steps': dict(T=2, B=2),
-    'below a block': dict(T=15, H=2, HV=4),
-    'a block': dict(T=16, K=1, V=1),
-    'beyond a block': dict(T=17, K=3, V=5),
-    'below a chunk': dict(T=63, K=17, V=33),
-    'a chunk': dict(T=64, K=32, V=8, scale=0.3),
-    'beyond a chunk': dict(T=65, B=2, initial=False),
-    'three chunks': dict(T=130, H=2, HV=6, K=12, V=7),
-    'wide': dict(T=20, K=256, V=256),
-    'weak gates': dict(T=130, strength=-1e-4),
-    'strong gates': dict(T=130, strength=-20.0),
-    'no gates': dict(T=100, strength=0.0),
-    'spread gates': dict(T=130, strength='spread', HV=2),
-    'switching gates': dict(T=130, strength='switch'),
+    'one step': {'T': 1, 'B': 2, 'H': 2, 'HV': 2},
+    'two steps': {'T': 2, 'B': 2},
+    'below a block': {'T': 15, 'H': 2, 'HV': 4},
+    'a block': {'T': 16, 'K': 1, 'V': 1},
+    'beyond a block': {'T': 17, 'K': 3, 'V': 5},
+    'below a chunk': {'T': 63, 'K': 17, 'V': 33},
+    'a chunk': {'T': 64, 'K': 32, 'V': 8, 'scale': 0.3},
+    'beyond a chunk': {'T': 65, 'B': 2, 'initial': False},
+    'three chunks': {'T': 130, 'H': 2, 'HV': 6, 'K': 12, 'V': 7},
+    'wide': {'T': 20, 'K': 256, 'V': 256},
+    'weak gates': {'T': 130, 'strength': -1e-4},
+    'strong gates': {'T': 130, 'strength': -20.0},
+    'no gates': {'T': 100, 'strength': 0.0},
+    'spread gates': {'T': 130, 'strength': 'spread', 'HV': 2},
+    'switching gates': {'T': 130, 'strength': 'switch'},
     'norms and sigmoid': dict(T=70, **FLAGS),
     'negative eigenvalues': dict(T=70, HV=2, allow_neg_eigval=True, **FLAGS),
-    'states turned': dict(T=66, state_v_first=True),
+    'states turned': {'T': 66, 'state_v_first': True},
     'states turned, one step': dict(T=1, B=3, state_v_first=True, H=2, HV=4, **FLAGS),
     'raw gates': dict(T=66, HV=2, **RAW),
     'raw gates, no bias': dict(T=33, dt_bias=False, **RAW),
     'everything': dict(T=70, H=2, HV=4, allow_neg_eigval=True, state_v_first=True, scale=1.0, **RAW, **FLAGS),
-    'packed': dict(lens=[0, 1, 64, 0, 65, 3, 0], HV=2),
+    'packed': {'lens': [0, 1, 64, 0, 65, 3, 0], 'HV': 2},
     'packed int64': dict(lens=[17, 1, 1, 47], index=torch.int64, state_v_first=True, allow_neg_eigval=True, **RAW, **FLAGS),
-    'packed singles': dict(lens=[1] * 5, initial=False),
-    'one sequence': dict(lens=[70], strength='spread'),
+    'packed singles': {'lens': [1] * 5, 'initial': False},
+    'one sequence': {'lens': [70], 'strength': 'spread'},
 }
 KDA_GRID = {
     'lower bound': dict(T=66, HV=2, lower_bound=-5.0, **RAW),

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from fla.ops.backends import trace, use_backend
+from fla.ops.backends import Policy, policy_context, trace, use_backend
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, KDA, RAW, case, name_of
@@ -19,29 +19,96 @@ every_chunked = pytest.mark.parametrize('function', CHUNKED, ids=name_of)
 
 none, false = None, False
 SIGNATURES = {
-    chunk_gated_delta_rule: dict(
-        q=..., k=..., v=..., g=..., beta=..., scale=none, initial_state=none, output_final_state=false,
-        use_qk_l2norm_in_kernel=false, use_beta_sigmoid_in_kernel=false, allow_neg_eigval=false, state_v_first=false,
-        cu_seqlens=none, cu_seqlens_cpu=none, chunk_indices=none, cp_context=none, keyword_only=...,
-        use_gate_in_kernel=false, A_log=none, dt_bias=none, chunk_size=none,
-    ),
-    fused_recurrent_gated_delta_rule: dict(
-        q=..., k=..., v=..., g=none, gk=none, gv=none, beta=none, scale=none, initial_state=none, output_final_state=false,
-        use_qk_l2norm_in_kernel=false, use_beta_sigmoid_in_kernel=false, allow_neg_eigval=false, state_v_first=false,
-        cu_seqlens=none, keyword_only=..., use_gate_in_kernel=false, A_log=none, dt_bias=none,
-    ),
-    chunk_kda: dict(
-        q=..., k=..., v=..., g=..., beta=..., scale=none, initial_state=none, output_final_state=false,
-        use_qk_l2norm_in_kernel=false, use_gate_in_kernel=false, use_beta_sigmoid_in_kernel=false, allow_neg_eigval=false,
-        safe_gate=false, lower_bound=none, disable_recompute=false, return_intermediate_states=false, state_v_first=false,
-        cu_seqlens=none, cu_seqlens_cpu=none, cp_context=none, keyword_only=..., A_log=none, dt_bias=none, chunk_size=none,
-    ),
-    fused_recurrent_kda: dict(
-        q=..., k=..., v=..., g=..., beta=..., A_log=none, dt_bias=none, scale=none, initial_state=none,
-        output_final_state=false, use_qk_l2norm_in_kernel=false, use_gate_in_kernel=false, use_beta_sigmoid_in_kernel=false,
-        allow_neg_eigval=false, lower_bound=none, state_v_first=false, cu_seqlens=none,
-    ),
-}  # fmt: skip
+    chunk_gated_delta_rule: {
+        'q': ...,
+        'k': ...,
+        'v': ...,
+        'g': ...,
+        'beta': ...,
+        'scale': none,
+        'initial_state': none,
+        'output_final_state': false,
+        'use_qk_l2norm_in_kernel': false,
+        'use_beta_sigmoid_in_kernel': false,
+        'allow_neg_eigval': false,
+        'state_v_first': false,
+        'cu_seqlens': none,
+        'cu_seqlens_cpu': none,
+        'chunk_indices': none,
+        'cp_context': none,
+        'keyword_only': ...,
+        'use_gate_in_kernel': false,
+        'A_log': none,
+        'dt_bias': none,
+        'chunk_size': none,
+    },
+    fused_recurrent_gated_delta_rule: {
+        'q': ...,
+        'k': ...,
+        'v': ...,
+        'g': none,
+        'gk': none,
+        'gv': none,
+        'beta': none,
+        'scale': none,
+        'initial_state': none,
+        'output_final_state': false,
+        'use_qk_l2norm_in_kernel': false,
+        'use_beta_sigmoid_in_kernel': false,
+        'allow_neg_eigval': false,
+        'state_v_first': false,
+        'cu_seqlens': none,
+        'keyword_only': ...,
+        'use_gate_in_kernel': false,
+        'A_log': none,
+        'dt_bias': none,
+    },
+    chunk_kda: {
+        'q': ...,
+        'k': ...,
+        'v': ...,
+        'g': ...,
+        'beta': ...,
+        'scale': none,
+        'initial_state': none,
+        'output_final_state': false,
+        'use_qk_l2norm_in_kernel': false,
+        'use_gate_in_kernel': false,
+        'use_beta_sigmoid_in_kernel': false,
+        'allow_neg_eigval': false,
+        'safe_gate': false,
+        'lower_bound': none,
+        'disable_recompute': false,
+        'return_intermediate_states': false,
+        'state_v_first': false,
+        'cu_seqlens': none,
+        'cu_seqlens_cpu': none,
+        'cp_context': none,
+        'keyword_only': ...,
+        'A_log': none,
+        'dt_bias': none,
+        'chunk_size': none,
+    },
+    fused_recurrent_kda: {
+        'q': ...,
+        'k': ...,
+        'v': ...,
+        'g': ...,
+        'beta': ...,
+        'A_log': none,
+        'dt_bias': none,
+        'scale': none,
+        'initial_state': none,
+        'output_final_state': false,
+        'use_qk_l2norm_in_kernel': false,
+        'use_gate_in_kernel': false,
+        'use_beta_sigmoid_in_kernel': false,
+        'allow_neg_eigval': false,
+        'lower_bound': none,
+        'state_v_first': false,
+        'cu_seqlens': none,
+    },
+}
 
 
 @every_function
@@ -87,12 +154,12 @@ def naive_parameters(path):
 
 def test_signatures_of_definitions_and_gates():
     steps = naive_parameters('fla.ops.gated_delta_rule.naive.naive_recurrent_gated_delta_rule')
-    assert steps[:8] == 'q k v beta g scale initial_state output_final_state'.split()
-    assert naive_parameters('fla.ops.kda.naive.naive_recurrent_kda')[:5] == 'q k v g beta'.split()
-    assert naive_parameters('fla.ops.gated_delta_rule.gate.naive_gdn_gate') == 'g A_log dt_bias'.split()
-    assert naive_parameters('fla.ops.kda.gate.naive_kda_gate') == 'g A_log dt_bias'.split()
+    assert steps[:8] == ['q', 'k', 'v', 'beta', 'g', 'scale', 'initial_state', 'output_final_state']
+    assert naive_parameters('fla.ops.kda.naive.naive_recurrent_kda')[:5] == ['q', 'k', 'v', 'g', 'beta']
+    assert naive_parameters('fla.ops.gated_delta_rule.gate.naive_gdn_gate') == ['g', 'A_log', 'dt_bias']
+    assert naive_parameters('fla.ops.kda.gate.naive_kda_gate') == ['g', 'A_log', 'dt_bias']
     bound = naive_parameters('fla.ops.kda.gate.naive_kda_lowerbound_gate')
-    assert bound == 'g A_log dt_bias lower_bound'.split()
+    assert bound == ['g', 'A_log', 'dt_bias', 'lower_bound']
 
 
 def lens(*values, dtype=torch.int32, **more):
@@ -164,7 +231,7 @@ BAD = {
     'a retired name': (lambda x: {'transpose_state_layout': True}, TypeError, 'transpose_state_layout'),
     'another retired name': (lambda x: {'head_first': False}, TypeError, 'head_first'),
     'a misspelt name': (lambda x: {'output_final_states': True}, TypeError, 'output_final_states'),
-}  # fmt: skip
+}
 BAD_CHUNKED = {
     'cp_context': (lambda x: {'cp_context': object()}, NotImplementedError, 'cp_context'),
     'g is None': (lambda x: {'g': None}, TypeError, "'g'"),
@@ -173,24 +240,36 @@ BAD_CHUNKED = {
     'chunk_size is 0': (lambda x: {'chunk_size': 0}, ValueError, 'chunk_size'),
     'chunk_size is a float': (lambda x: {'chunk_size': 64.0}, ValueError, 'chunk_size'),
     'only cu_seqlens_cpu': (lambda x: {'cu_seqlens_cpu': lens(0, 6)}, ValueError, 'cu_seqlens_cpu'),
-    'cu_seqlens_cpu is a list': (lambda x: {'cu_seqlens': lens(0, 6), 'cu_seqlens_cpu': [0, 6]}, TypeError, 'cu_seqlens_cpu'),
+    'cu_seqlens_cpu is a list': (
+        lambda x: {'cu_seqlens': lens(0, 6), 'cu_seqlens_cpu': [0, 6]},
+        TypeError,
+        'cu_seqlens_cpu',
+    ),
     'cu_seqlens_cpu is float': (
-        lambda x: {'cu_seqlens': lens(0, 6), 'cu_seqlens_cpu': lens(0, 6, dtype=torch.float32)}, TypeError, 'cu_seqlens_cpu'
+        lambda x: {'cu_seqlens': lens(0, 6), 'cu_seqlens_cpu': lens(0, 6, dtype=torch.float32)},
+        TypeError,
+        'cu_seqlens_cpu',
     ),
     'cu_seqlens_cpu is longer': (
-        lambda x: {'cu_seqlens': lens(0, 6), 'cu_seqlens_cpu': lens(0, 2, 6)}, ValueError, 'cu_seqlens_cpu'
+        lambda x: {'cu_seqlens': lens(0, 6), 'cu_seqlens_cpu': lens(0, 2, 6)},
+        ValueError,
+        'cu_seqlens_cpu',
     ),
     'cu_seqlens_cpu is elsewhere': (
-        lambda x: {'cu_seqlens': lens(0, 6), 'cu_seqlens_cpu': lens(0, 6, device='meta')}, ValueError, 'cu_seqlens_cpu'
+        lambda x: {'cu_seqlens': lens(0, 6), 'cu_seqlens_cpu': lens(0, 6, device='meta')},
+        ValueError,
+        'cu_seqlens_cpu',
     ),
     'cu_seqlens_cpu says something else': (
         lambda x: {
-            'cu_seqlens': lens(0, 2, 6), 'cu_seqlens_cpu': lens(0, 3, 6), 'initial_state': x['initial_state'].repeat(2, 1, 1, 1)
+            'cu_seqlens': lens(0, 2, 6),
+            'cu_seqlens_cpu': lens(0, 3, 6),
+            'initial_state': x['initial_state'].repeat(2, 1, 1, 1),
         },
         ValueError,
         'cu_seqlens_cpu',
     ),
-}  # fmt: skip
+}
 BAD_KDA = {
     'lower_bound is 0': (lambda x: {**RAW, 'lower_bound': 0.0}, ValueError, 'lower_bound'),
     'lower_bound is above 0': (lambda x: {**RAW, 'lower_bound': 5.0}, ValueError, 'lower_bound'),
@@ -200,22 +279,34 @@ BAD_KDA = {
     'lower_bound without raw gates': (lambda x: {'lower_bound': -5.0}, ValueError, 'lower_bound.*use_gate_in_kernel'),
     'dt_bias is wide': (lambda x: {**RAW, 'lower_bound': -5.0, 'dt_bias': torch.zeros(8).double()}, TypeError, 'dt_bias'),
     'dt_bias of a value a head': (
-        lambda x: {**RAW, 'lower_bound': -5.0, 'dt_bias': torch.zeros(2)}, ValueError, r'dt_bias must have HV \* K'
+        lambda x: {**RAW, 'lower_bound': -5.0, 'dt_bias': torch.zeros(2)},
+        ValueError,
+        r'dt_bias must have HV \* K',
     ),
-}  # fmt: skip
+}
 BAD_CHUNK_KDA = {
-    'safe_gate without lower_bound': (lambda x: {**RAW, 'safe_gate': True, 'A_log': torch.zeros(2)}, ValueError, 'safe_gate'),
+    'safe_gate without lower_bound': (
+        lambda x: {**RAW, 'safe_gate': True, 'A_log': torch.zeros(2)},
+        ValueError,
+        'safe_gate',
+    ),
     'safe_gate below -5': (lambda x: {**RAW, 'safe_gate': True, 'lower_bound': -5.5}, ValueError, 'safe_gate'),
     'intermediate states without cu_seqlens_cpu': (
-        lambda x: {'return_intermediate_states': True, 'cu_seqlens': lens(0, 6)}, ValueError, 'cu_seqlens_cpu'
+        lambda x: {'return_intermediate_states': True, 'cu_seqlens': lens(0, 6)},
+        ValueError,
+        'cu_seqlens_cpu',
     ),
     'intermediate states with a gradient': (
-        lambda x: {'return_intermediate_states': True, 'v': x['v'].clone().requires_grad_()}, ValueError, 'no_grad'
+        lambda x: {'return_intermediate_states': True, 'v': x['v'].clone().requires_grad_()},
+        ValueError,
+        'no_grad',
     ),
     'intermediate states with a gradient of A_log': (
-        lambda x: {**RAW, 'return_intermediate_states': True, 'A_log': torch.zeros(2, requires_grad=True)}, ValueError, 'no_grad'
+        lambda x: {**RAW, 'return_intermediate_states': True, 'A_log': torch.zeros(2, requires_grad=True)},
+        ValueError,
+        'no_grad',
     ),
-}  # fmt: skip
+}
 BAD_BY_FUNCTION = {
     chunk_gated_delta_rule: {
         **BAD,
@@ -226,7 +317,9 @@ BAD_BY_FUNCTION = {
     fused_recurrent_gated_delta_rule: {
         **BAD,
         'dt_bias is wide': (
-            lambda x: {**RAW, 'A_log': torch.zeros(2), 'dt_bias': torch.zeros(2).double()}, TypeError, 'dt_bias'
+            lambda x: {**RAW, 'A_log': torch.zeros(2), 'dt_bias': torch.zeros(2).double()},
+            TypeError,
+            'dt_bias',
         ),
         'raw gates without a gate': (lambda x: {**RAW, 'g': None, 'A_log': torch.zeros(2)}, ValueError, 'raw gate g'),
         'gk is a gate of heads': (lambda x: {'gk': x['g']}, ValueError, 'gk'),
@@ -286,16 +379,16 @@ def test_every_dtype_that_is_allowed_beside_q(function):
 
 
 @every_function
-def test_values_are_checked_on_request(function, monkeypatch):
+def test_values_are_checked_on_request(function):
     arguments = good(function)
     bad = {**arguments, 'g': -arguments['g']}
     function(**bad)
-    monkeypatch.setenv('FLA_CHECK_VALUES', '1')
-    function(**arguments)
-    with pytest.raises(ValueError, match='g must be at most 0'):
-        function(**bad)
     raw = {'lower_bound': -5.0} if function in KDA else {'A_log': torch.zeros(2)}
-    function(**bad, use_gate_in_kernel=True, **raw)
+    with policy_context(Policy(check_values=True)):
+        function(**arguments)
+        function(**bad, use_gate_in_kernel=True, **raw)
+        with pytest.raises(ValueError, match='g must be at most 0'):
+            function(**bad)
 
 
 @every_function

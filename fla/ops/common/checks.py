@@ -145,8 +145,7 @@ def check_cu_seqlens(
         if lens is not None and (check_values or _readable(lens)):
             _check_lens(name, lens, int(q.shape[1]))
     if cu_seqlens_cpu is not None and _readable(cu_seqlens_cpu) and (check_values or _readable(cu_seqlens)):
-        if cu_seqlens_cpu.tolist() != cu_seqlens.tolist():
-            raise ValueError('cu_seqlens_cpu must hold the values of cu_seqlens')
+        _check_same(cu_seqlens, cu_seqlens_cpu)
     return cu_seqlens.shape[0] - 1
 
 
@@ -155,6 +154,12 @@ def _readable(lens: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or type(lens) is not torch.Tensor or not lens.is_cpu:
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(lens)
+
+
+def _check_same(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor) -> None:
+    there, here = cu_seqlens.tolist(), cu_seqlens_cpu.tolist()
+    if there != here:
+        raise ValueError(f'cu_seqlens_cpu must be a copy of cu_seqlens: that is {there}, cu_seqlens_cpu is {here}')
 
 
 def _check_lens(name: str, lens: torch.Tensor, length: int) -> None:

@@ -88,11 +88,11 @@ def _decayed_products(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torc
     x: `[2, N, H, chunks, C, K]`; k: `[N, H, chunks, C, K]`; g: `[..., C, K]` or, one gate per head, `[..., C, 1]`.
     """
     if g.shape[-1] == 1:
-        decay = (g - g.transpose(-1, -2)).clamp(max=0).to(k.dtype).exp()
+        decay = (g - g.transpose(-1, -2)).to(k.dtype).clamp(max=0).exp()
         return (x @ k.transpose(-1, -2)) * decay
     blocks = g.shape[-2] // BLOCK
     xs, ks, gs = (y.unflatten(-2, (blocks, BLOCK)) for y in (x, k, g))
-    relative = (gs[..., :, None, :] - gs[..., None, :, :]).clamp(max=0).to(k.dtype).exp()
+    relative = (gs[..., :, None, :] - gs[..., None, :, :]).to(k.dtype).clamp(max=0).exp()
     diagonal = torch.einsum('a...ic,...ijc->a...ij', xs, relative * ks[..., None, :, :])
     rows = []
     for block in range(blocks):

@@ -19,7 +19,6 @@ from fla.ops.backends.tensors import in_func_transform
 from fla.ops.common.chunked import BLOCK, CHUNK, chunked_delta_rule, in_chunks, plain_int
 from fla.ops.common.gates import wide
 
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -35,7 +34,8 @@ class Result:
 
 @contextlib.contextmanager
 def without_autocast(device: torch.device) -> Iterator[bool]:
-    """float32 inside stays float32. Says whether autocast was on. Entered only where autocast is on: it costs more than a decode step."""
+    """float32 inside stays float32. Says whether autocast was on, and does nothing where it was not: that costs more than a
+    decode step."""
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         yield False
         return

@@ -127,6 +127,13 @@ def test_empty(backend):
         assert parallel_attn(none, none, none, cu_seqlens=torch.tensor([0])).shape == none.shape
 
 
+def test_shapes_on_meta_tensors():
+    for names in ((), ('g', 'sink_bias')):
+        given = inputs(*names, dtype=torch.bfloat16)
+        o = parallel_attn(**{n: x.to('meta') for n, x in given.items()})
+        assert (o.shape, o.dtype) == ((2, 24, 4, 6), torch.bfloat16)
+
+
 def test_strong_gates_do_not_overflow():
     given = inputs('g', dtype=torch.float32)
     given['g'] = given['g'] * 100
