@@ -251,7 +251,9 @@ def test_a_broken_package_is_one_error_and_harms_nothing_else(library, caplog, k
     assert f'{library.name}.ops.op.backends' in text
     assert KIND.get(kind, kind) in text
     assert record.exc_info
-    assert library.loads('op') == (1 if partial else 0)
+    # since Python 3.12, printing the traceback of `cannot import name` imports the package once more to suggest a name
+    again = 1 if kind == 'ModuleNotFoundError of its own' and sys.version_info >= (3, 12) else 0
+    assert library.loads('op') == (1 + again if partial else 0)
     assert list(f.backends) == (['a', 'default'] if partial else ['default'])
     problems = library.dispatcher.validate()
     assert any("'op'" in line and KIND.get(kind, kind) in line for line in problems)

@@ -360,8 +360,11 @@ def _facts_elsewhere(here: Facts, device: Device, assumed: set[int]) -> Facts:
 
 
 def _stand_in(platform: str) -> str:
-    """The device type of a fake tensor that stands for one on a platform. Only torch_npu has a device for NPUs."""
-    return {'rocm': 'cuda', 'npu': 'npu' if hasattr(torch, 'npu') else 'meta', NO_TENSOR: 'cpu'}.get(platform, platform)
+    """The device type of a fake tensor that stands for one on a platform. Only torch_npu has a device for NPUs, and where
+    there is a GPU of one make, torch makes no fake tensors for another."""
+    others = {'xpu': torch.cuda, 'cuda': torch.xpu}
+    kind = {'rocm': 'cuda', 'npu': 'npu' if hasattr(torch, 'npu') else 'meta', NO_TENSOR: 'cpu'}.get(platform, platform)
+    return 'meta' if kind in others and others[kind].is_available() else kind
 
 
 def _as_if_on(bound: inspect.BoundArguments, platform: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

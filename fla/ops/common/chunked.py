@@ -79,7 +79,8 @@ def plain_int(number: int | torch.SymInt) -> int:
 def in_chunks(x: torch.Tensor, size: int) -> torch.Tensor:
     """`[N, H, T, D]` to `[N, H, chunks, size, D]`, the last chunk filled up with zeros."""
     chunks = plain_int(-(-x.shape[2] // size))
-    return F.pad(x, (0, 0, 0, chunks * size - x.shape[2])).unflatten(2, (chunks, size))
+    padded = F.pad(x, (0, 0, 0, chunks * size - x.shape[2]))
+    return padded.reshape(*x.shape[:2], chunks, size, x.shape[3])
 
 
 def _decayed_products(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
@@ -91,7 +92,7 @@ def _decayed_products(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torc
         decay = (g - g.transpose(-1, -2)).to(k.dtype).clamp(max=0).exp()
         return (x @ k.transpose(-1, -2)) * decay
     blocks = g.shape[-2] // BLOCK
-    xs, ks, gs = (y.unflatten(-2, (blocks, BLOCK)) for y in (x, k, g))
+    xs, ks, gs = (y.reshape(*y.shape[:-2], blocks, BLOCK, y.shape[-1]) for y in (x, k, g))
     relative = (gs[..., :, None, :] - gs[..., None, :, :]).to(k.dtype).clamp(max=0).exp()
     diagonal = torch.einsum('a...ic,...ijc->a...ij', xs, relative * ks[..., None, :, :])
     rows = []

@@ -171,10 +171,10 @@ def _steps(
         ends = cu_seqlens.tolist()
         if len(ends) == 1:
             return v.clone(), state.clone()
-        parts = [
-            _steps(*(x[:, :, start:end] for x in (q, k, v, g, gv, beta)), state[n : n + 1], None)
-            for n, (start, end) in enumerate(itertools.pairwise(ends))
-        ]
+        parts = []
+        for n, (start, end) in enumerate(itertools.pairwise(ends)):
+            q_n, k_n, v_n, g_n, gv_n, beta_n = (x[:, :, start:end] for x in (q, k, v, g, gv, beta))
+            parts.append(_steps(q_n, k_n, v_n, g_n, gv_n, beta_n, state[n : n + 1], None))
         return torch.cat([o for o, _ in parts], 2), torch.cat([s for _, s in parts])
     outs = []
     for t in range(q.shape[2]):
@@ -200,7 +200,8 @@ def _equal(
         return v.clone(), state.clone(), state.new_zeros(state.shape[0], 0, *state.shape[1:])
     # one graph a number of chunks: with symbolic sizes further in, compiling takes minutes
     size = min(chunk_size or CHUNK, plain_int(-(-length // BLOCK)) * BLOCK)
-    o, before, after = chunked_delta_rule(*(in_chunks(x, size) for x in (q, k, v, g, beta)), state)
+    q, k, v, g, beta = (in_chunks(x, size) for x in (q, k, v, g, beta))
+    o, before, after = chunked_delta_rule(q, k, v, g, beta, state)
     return o.flatten(2, 3)[:, :, :length], after[-1], torch.stack(before, 1)
 
 
@@ -230,14 +231,14 @@ def _packed(
     inside = used[:, None] & (offset < lengths[sequence][:, None])
     token = torch.where(inside, starts[sequence][:, None] + offset, 0)
     # not a product with 0: a NaN would reach other sequences
-    cut = [torch.where(inside[:, :, None], x[:, :, token], 0) for x in (q, k, v, g, beta)]
+    q, k, v, g, beta = (torch.where(inside[:, :, None], x[:, :, token], 0) for x in (q, k, v, g, beta))
     first = (chunk == 0) & used
 
     def enter(row: int, reached: torch.Tensor) -> torch.Tensor:
         # not `state[sequence[row]]`: an index without dimensions is read on the host
         return torch.where(first[row], state.index_select(0, sequence[row : row + 1]), reached)
 
-    o, before, after = chunked_delta_rule(*cut, torch.zeros_like(state[:1]), enter)
+    o, before, after = chunked_delta_rule(q, k, v, g, beta, torch.zeros_like(state[:1]), enter)
     finals = torch.cat(after)[(ends - 1).clamp(min=0)]
     final = torch.where((lengths > 0)[:, None, None, None], finals, state)
     # every token has one slot; slots outside any sequence are dropped

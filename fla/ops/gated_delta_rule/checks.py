@@ -37,7 +37,8 @@ def check_chunk(
     check_values: bool,
 ) -> None:
     """See `chunk_gated_delta_rule`."""
-    plain = cu_seqlens is cu_seqlens_cpu is chunk_indices is cp_context is A_log is dt_bias is chunk_size is None
+    plain = cu_seqlens is cu_seqlens_cpu is chunk_indices is A_log is dt_bias is None
+    plain = plain and cp_context is None and chunk_size is None
     if (
         plain
         and not use_gate_in_kernel
@@ -77,9 +78,11 @@ def check_fused_recurrent(
     check_values: bool,
 ) -> None:
     """See `fused_recurrent_gated_delta_rule`."""
-    plain = gk is gv is cu_seqlens is A_log is dt_bias is None and g is not None and beta is not None
+    plain = gk is gv is cu_seqlens is A_log is dt_bias is None
     if (
         plain
+        and g is not None
+        and beta is not None
         and not use_gate_in_kernel
         and not check_values
         and are_plain(q, k, v, g, beta, initial_state, state_v_first, False)

@@ -40,7 +40,8 @@ def check_chunk(
     check_values: bool,
 ) -> None:
     """See `chunk_kda`."""
-    plain = cu_seqlens is cu_seqlens_cpu is cp_context is A_log is dt_bias is lower_bound is chunk_size is None
+    plain = cu_seqlens is cu_seqlens_cpu is A_log is dt_bias is None
+    plain = plain and cp_context is None and lower_bound is None and chunk_size is None
     if (
         plain
         and not (use_gate_in_kernel or return_intermediate_states or check_values)
@@ -74,7 +75,7 @@ def check_fused_recurrent(
     check_values: bool,
 ) -> None:
     """See `fused_recurrent_kda`."""
-    plain = cu_seqlens is A_log is dt_bias is lower_bound is None
+    plain = cu_seqlens is A_log is dt_bias is None and lower_bound is None
     if (
         plain
         and not use_gate_in_kernel

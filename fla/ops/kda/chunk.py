@@ -76,7 +76,7 @@ def chunk_kda(
     """
     from fla.ops.kda.autograd import chunk
 
-    return chunk(
+    result: tuple[torch.Tensor, torch.Tensor | None] = chunk(
         q,
         k,
         v,
@@ -98,3 +98,4 @@ def chunk_kda(
         A_log=A_log,
         dt_bias=dt_bias,
     )
+    return result

@@ -33,7 +33,9 @@ def decode(
     state_v_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o `[B, T, HV, V]` in v's dtype and the final state in float32 or None; arguments as for the operations, checked."""
-    q, k, v, gk, gv = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, gk, gv))
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    gk = None if gk is None else _rows(gk)
+    gv = None if gv is None else _rows(gv)
     initial_state = None if initial_state is None else initial_state.contiguous()
     batch, length, heads, dim = q.shape
     value_heads, value_dim = v.shape[2:]
@@ -85,4 +87,9 @@ def decode(
 def _value_block(programs: int, value_dim: int, block_k: int) -> int:
     """Few heads: narrow blocks, so that every multiprocessor has work; many: 32 columns, whole cache lines."""
     most = max(8, min(32, 8192 // block_k))
-    return min(triton.next_power_of_2(value_dim), 8 if programs <= 64 else most)
+    return int(min(triton.next_power_of_2(value_dim), 8 if programs <= 64 else most))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """With the last dimension contiguous; it nearly always is."""
+    return x if x.stride(-1) == 1 else x.contiguous()
