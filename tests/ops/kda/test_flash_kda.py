@@ -239,14 +239,12 @@ def test_the_verifier_is_traceable():
 # -- whether it can be used -------------------------------------------------------------------------------------------------
 
 
-def test_off_until_somebody_switches_it_on(package, monkeypatch):
-    if FlashKDABackend.default_enable:
-        pytest.skip('it is on by default')
+def test_on_unless_somebody_switches_it_off(package, monkeypatch):
     monkeypatch.delenv('FLA_FLASH_KDA')
     decision = explain(chunk_kda, **fakes(case()))
-    assert decision.winner == 'default'
-    assert decision['flash_kda'].verdict == 'disabled'
-    assert any('unverified' in note for note in decision['flash_kda'].notes)
+    assert (decision.winner, decision['flash_kda'].notes) == ('flash_kda', ())
+    monkeypatch.setenv('FLA_FLASH_KDA', '0')
+    assert explain(chunk_kda, **fakes(case()))['flash_kda'].verdict == 'disabled'
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class FlashKDABackend(BaseBackend):
     # each build fits few versions of PyTorch: which of them does is for the probe to find out
     package_version = 'tokenspeed-flashkda>=0.0.1.post20260526'
     env_var = 'FLA_FLASH_KDA'
-    default_enable = False
+    default_enable = True
     priority = 3
     vendor = 'moonshot'
     devices = ('cuda',)
@@ -122,7 +122,7 @@ class FlashKDABackend(BaseBackend):
     dtypes = {'q': (torch.bfloat16,), 'g': (torch.bfloat16,), 'beta': (torch.bfloat16,)}
     grad = 'none'
     tolerance = {torch.bfloat16: 1e-2}
-    verified = False
+    verified = True
 
     def probe(self, device: Device) -> Verdict:
         return smallest_call(device, _one_step, 0.5)
