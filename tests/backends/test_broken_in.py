@@ -4,7 +4,20 @@ import numpy as np
 import pytest
 import torch
 
-from fla.ops.backends import BackendRegistry, BaseBackend, Policy, UnknownNameError, dispatch, explain, refresh, use_backend
+from fla.ops.backends import (
+    BackendRegistry,
+    BaseBackend,
+    Policy,
+    UnknownNameError,
+    call_op,
+    describe,
+    dispatch,
+    explain,
+    refresh,
+    require_manifest,
+    trace,
+    use_backend,
+)
 from tests.backends.toy import Q, Toy
 
 
@@ -237,3 +250,30 @@ def test_a_reason_that_cannot_be_shown_harms_nobody():
     toy = Toy()
     toy.add('a', accepts=lambda self, q: (False, ('size %s', Bad())))
     assert explain(toy.f, Q, Q)['a'].reason == 'size %s <Bad>'
+
+
+@pytest.mark.parametrize(
+    ('call', 'error', 'text'),
+    [
+        (lambda: use_backend('default', dispatcher=3), TypeError, 'dispatcher must be a Dispatcher'),
+        (lambda: dispatch('o', dispatcher=3), TypeError, 'dispatcher must be a Dispatcher'),
+        (lambda: dispatch('o', check=3), TypeError, 'check must be a function'),
+        (lambda: dispatch('o', mutates='x'), TypeError, 'mutates must be a tuple'),
+        (lambda: call_op(None), TypeError, "such as 'kda.chunk_kda'"),
+        (lambda: call_op('kda'), UnknownNameError, r"chunk_kda.*Write 'kda\.FUNCTION'"),
+        (lambda: describe(3), TypeError, "such as 'kda'"),
+        (lambda: Policy(prefer=1), TypeError, 'prefer takes names, got 1'),
+        (lambda: trace(limit='x'), ValueError, 'limit must be a whole number'),
+        (lambda: trace(limit=10**30), ValueError, 'limit must be a whole number'),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_named(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_a_file_that_is_no_manifest_is_named(tmp_path):
+    for content in (b'', b'no json', b'\xff\xfe\x00', b'[1]'):
+        (tmp_path / 'file.json').write_bytes(content)
+        with pytest.raises(ValueError, match=r'file\.json|must be a manifest'):
+            require_manifest(tmp_path / 'file.json')

@@ -20,7 +20,13 @@ from fla.ops.backends.backend import BaseBackend, Reason, Verdict
 from fla.ops.backends.checkpoint import checkpoint_contexts
 from fla.ops.backends.decorator import Dispatched, dispatch
 from fla.ops.backends.discovery import Plugin
-from fla.ops.backends.dispatcher import _OPERATION_BACKEND_MODULES, Dispatcher, default_dispatcher, replan_everything
+from fla.ops.backends.dispatcher import (
+    _OPERATION_BACKEND_MODULES,
+    Dispatcher,
+    default_dispatcher,
+    owner_of,
+    replan_everything,
+)
 from fla.ops.backends.errors import (
     BackendBugError,
     DispatchError,
@@ -50,47 +56,47 @@ from fla.ops.backends.triton import runs_on_triton
 
 def set_policy(policy: Policy, dispatcher: Dispatcher | None = None) -> Policy | None:
     """Set the policy of the code layer for the whole process; returns the one it replaces."""
-    return (dispatcher or default_dispatcher()).set_policy(policy)
+    return owner_of(dispatcher).set_policy(policy)
 
 
 def get_policy(dispatcher: Dispatcher | None = None) -> Policy | None:
     """The policy of the code layer, None if none is set."""
-    return (dispatcher or default_dispatcher()).get_policy()
+    return owner_of(dispatcher).get_policy()
 
 
 def reset_policy(dispatcher: Dispatcher | None = None) -> None:
     """Take the policy of the code layer away."""
-    (dispatcher or default_dispatcher()).reset_policy()
+    owner_of(dispatcher).reset_policy()
 
 
 def refresh(dispatcher: Dispatcher | None = None) -> None:
     """Look again: packages, devices, policy variables, backends packages that failed to import."""
-    (dispatcher or default_dispatcher()).refresh()
+    owner_of(dispatcher).refresh()
 
 
 def reset(dispatcher: Dispatcher | None = None) -> None:
     """A fresh process, for tests."""
-    (dispatcher or default_dispatcher()).reset()
+    owner_of(dispatcher).reset()
 
 
 def plugins(dispatcher: Dispatcher | None = None) -> tuple[Plugin, ...]:
     """The plugins that were found, with version and error."""
-    return (dispatcher or default_dispatcher()).plugins()
+    return owner_of(dispatcher).plugins()
 
 
 def validate(dispatcher: Dispatcher | None = None) -> list[str]:
     """Problems that need no call: pending names, verifiers without a method, failed plugins and packages."""
-    return (dispatcher or default_dispatcher()).validate()
+    return owner_of(dispatcher).validate()
 
 
 def describe(operation: str | None = None, dispatcher: Dispatcher | None = None) -> str:
     """A table of functions and their candidates, of one operation or of all."""
-    return _describe.describe(dispatcher or default_dispatcher(), operation)
+    return _describe.describe(owner_of(dispatcher), operation)
 
 
 def snapshot(dispatcher: Dispatcher | None = None) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     """Every registry with its backends and where each was registered; immutable."""
-    return _describe.snapshot(dispatcher or default_dispatcher())
+    return _describe.snapshot(owner_of(dispatcher))
 
 
 def call_op(name: str, /, *args: Any, **kwargs: Any) -> Any:

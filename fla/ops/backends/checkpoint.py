@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
-from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
+from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.policy import Layer, Policy, State
 from fla.ops.backends.scopes import new_token
 from fla.utils.env import LIVE, live_key, text_of
@@ -40,4 +40,4 @@ def checkpoint_contexts(
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=checkpoint_contexts)`: recomputation runs
     under the policy and toggles of the forward pass."""
-    return nullcontext(), _AsBefore(dispatcher or default_dispatcher())
+    return nullcontext(), _AsBefore(owner_of(dispatcher))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 from fla.ops.backends.backend import DEFAULT_IMPLEMENTATION_PRIORITY, BackendMeta, BaseBackend
 from fla.ops.backends.declaration import check_facts
-from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
+from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.entry import Entry, attach
 from fla.ops.backends.policy import Policy
 from fla.ops.backends.signature import Signature
@@ -76,7 +76,7 @@ def dispatch(
     Raises:
         TypeError, ValueError: for a declaration that cannot be right.
     """
-    owner = dispatcher or default_dispatcher()
+    owner = owner_of(dispatcher)
     if not getattr(sys, '_is_gil_enabled', lambda: True)():
         raise RuntimeError(
             '@dispatch replaces the code of running functions, which has not been tested without the GIL: '
@@ -84,6 +84,11 @@ def dispatch(
         )
     if not isinstance(operation, str) or not all(part.isidentifier() for part in operation.split('.')):
         raise TypeError(f"@dispatch needs the name of an operation, as in @dispatch('kda'), got {operation!r}")
+
+    if check is not None and (isinstance(check, type) or not callable(check)):
+        raise TypeError(f'check must be a function of any of the parameters, got {check!r}')
+    if isinstance(mutates, str) or not all(isinstance(parameter, str) for parameter in mutates):
+        raise TypeError(f"mutates must be a tuple of parameter names such as ('cache',), got {mutates!r}")
 
     def decorate(function: Callable[P, R]) -> Dispatched[P, R]:
         name = _name_of(function)

@@ -146,8 +146,14 @@ class Dispatcher:
         Raises:
             UnknownNameError: with the nearest match.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"a function's name is a string such as 'kda.chunk_kda', got {name!r}")
         if name not in self._functions:
             operation, _, function = name.rpartition('.')
+            if not operation and self.discovery.exists(name):
+                self._import_operation(name)
+                known = [entry.name for entry in self.functions(name).values()]
+                raise unknown_name('function', '', known, f' of operation {name!r}', f" Write '{name}.FUNCTION'.")
             if not operation or not self.discovery.exists(operation):
                 raise unknown_name('operation', operation or name, self.discovery.operations())
             self._import_operation(operation)
@@ -409,6 +415,8 @@ class Dispatcher:
 
     def check_operation(self, name: str) -> None:
         """`name` must be an operation, or one of its functions."""
+        if not isinstance(name, str):
+            raise TypeError(f"an operation is named by a string such as 'kda', got {name!r}")
         if name == '*':
             raise unknown_name('operation', name, self.discovery.operations(), '', ' Leave op out to mean every function.')
         if self.discovery.exists(name):
@@ -566,6 +574,19 @@ def replan_everything() -> None:
     for dispatcher in _dispatchers:
         if dispatcher.frozen is None:
             dispatcher.replan()
+
+
+def owner_of(dispatcher: Dispatcher | None) -> Dispatcher:
+    """The namespace that an argument `dispatcher` means: fla's own where it is None.
+
+    Raises:
+        TypeError: for something else.
+    """
+    if dispatcher is None:
+        return _default
+    if not isinstance(dispatcher, Dispatcher):
+        raise TypeError(f'dispatcher must be a Dispatcher or None, got {dispatcher!r}')
+    return dispatcher
 
 
 def default_dispatcher() -> Dispatcher:

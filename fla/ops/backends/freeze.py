@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fla.ops.backends.backend import format_reason
-from fla.ops.backends.dispatcher import Dispatcher, Frozen, default_dispatcher
+from fla.ops.backends.dispatcher import Dispatcher, Frozen, owner_of
 from fla.ops.backends.errors import ManifestMismatchError
 from fla.ops.backends.locking import lock
 from fla.ops.backends.plan import ANY, build
@@ -62,7 +62,7 @@ def manifest(dispatcher: Dispatcher | None = None, *, platforms: tuple[str, ...]
         dispatcher: the namespace; default: fla's own.
         platforms: platforms to answer for. Default: those that calls have been seen on, else 'cpu'.
     """
-    return _manifest(dispatcher or default_dispatcher(), lambda key, seen: platforms or seen or ('cpu',))
+    return _manifest(owner_of(dispatcher), lambda key, seen: platforms or seen or ('cpu',))
 
 
 def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tuple[str, ...]]) -> Manifest:
@@ -111,7 +111,7 @@ def freeze_dispatch(dispatcher: Dispatcher | None = None, *, platforms: tuple[st
     Returns:
         The manifest.
     """
-    owner = dispatcher or default_dispatcher()
+    owner = owner_of(dispatcher)
     owner.discovery.load_all()
     owner.state()
     if owner.frozen is None:
@@ -127,7 +127,7 @@ def freeze_dispatch(dispatcher: Dispatcher | None = None, *, platforms: tuple[st
 
 def thaw_dispatch(dispatcher: Dispatcher | None = None) -> None:
     """End `freeze_dispatch()`; does nothing if dispatch is not frozen."""
-    owner = dispatcher or default_dispatcher()
+    owner = owner_of(dispatcher)
     with lock:
         owner.frozen = None
         owner.push()
@@ -135,7 +135,7 @@ def thaw_dispatch(dispatcher: Dispatcher | None = None) -> None:
 
 def is_frozen(dispatcher: Dispatcher | None = None) -> bool:
     """Whether dispatch is frozen."""
-    return (dispatcher or default_dispatcher()).frozen is not None
+    return owner_of(dispatcher).frozen is not None
 
 
 def require_manifest(expected: str | Path | Mapping[str, Any], dispatcher: Dispatcher | None = None) -> Manifest:
@@ -151,14 +151,20 @@ def require_manifest(expected: str | Path | Mapping[str, Any], dispatcher: Dispa
         ManifestMismatchError: names every difference.
         ValueError: if `expected` is no manifest.
     """
-    wanted = dict(expected) if isinstance(expected, Mapping) else json.loads(Path(expected).read_text(encoding='utf-8'))
+    wanted: Any = expected
+    if not isinstance(expected, Mapping):
+        try:
+            wanted = json.loads(Path(expected).read_text(encoding='utf-8'))
+        except ValueError as error:  # no JSON, or not even text
+            raise ValueError(f'{expected} is not a manifest saved by freeze_dispatch().save(path): {error}') from None
+    wanted = dict(wanted) if isinstance(wanted, Mapping) else wanted
     if not isinstance(wanted, dict) or not {'selections', 'versions', 'policy', 'sha256'} <= wanted.keys():
         raise ValueError('expected must be a manifest, or the path of one saved by freeze_dispatch().save(path)')
     if wanted['sha256'] != _hash(wanted):
         raise ManifestMismatchError('the manifest was edited: its sha256 does not fit its content')
     selections: Mapping[str, Mapping[str, Any]] = wanted['selections']
     have = _manifest(
-        dispatcher or default_dispatcher(),
+        owner_of(dispatcher),
         lambda key, seen: tuple(p for p in selections.get(key, ()) if p != ANY) or seen or ('cpu',),
     )
     if have.sha256 != wanted['sha256']:

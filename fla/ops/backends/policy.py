@@ -38,6 +38,8 @@ def _tokens(value: Iterable[str] | str | None, argument: str) -> tuple[str, ...]
         return ()
     if isinstance(value, str):
         value = (value,)
+    if not isinstance(value, Iterable):
+        raise TypeError(f'{argument} takes names, got {value!r}')
     words = tuple(value)
     for word in words:
         if not isinstance(word, str) or not word.strip():

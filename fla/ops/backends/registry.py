@@ -80,14 +80,14 @@ class BackendRegistry:
     dispatcher: Dispatcher
 
     def __new__(cls, operation: str, dispatcher: Dispatcher | None = None) -> BackendRegistry:
-        from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
+        from fla.ops.backends.dispatcher import Dispatcher, owner_of
 
         named = isinstance(operation, str) and all(part.isidentifier() for part in operation.split('.'))
         if not named and operation != '*':
             raise TypeError(f"operation must be a name such as 'kda', or '*', got {operation!r}")
         if dispatcher is not None and not isinstance(dispatcher, Dispatcher):
             raise TypeError(f'dispatcher must be a Dispatcher, got {dispatcher!r}')
-        owner = dispatcher or default_dispatcher()
+        owner = owner_of(dispatcher)
         with lock:
             known = owner.registries.get(operation)
             if known is None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fla.ops.backends import logs
-from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
+from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import DispatchError
 from fla.ops.backends.policy import Layer, Policy
@@ -136,33 +136,33 @@ def use_backend(*names: str, op: str | None = None, dispatcher: Dispatcher | Non
         UnknownNameError: on entering, for names nobody knows.
     """
     _need('use_backend()', names)
-    return Scope('use_backend()', _spec(use=names, op=op), dispatcher or default_dispatcher())
+    return Scope('use_backend()', _spec(use=names, op=op), owner_of(dispatcher))
 
 
 def prefer_backend(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
     """Inside the block these backends are asked first. Arguments as for `use_backend`."""
     _need('prefer_backend()', names)
-    return Scope('prefer_backend()', _spec(prefer=names, op=op), dispatcher or default_dispatcher())
+    return Scope('prefer_backend()', _spec(prefer=names, op=op), owner_of(dispatcher))
 
 
 def allow_backends(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
     """Inside the block only these backends are allowed; without names, none is. Arguments as for `use_backend`."""
-    return Scope('allow_backends()', _spec(allow=names, op=op), dispatcher or default_dispatcher())
+    return Scope('allow_backends()', _spec(allow=names, op=op), owner_of(dispatcher))
 
 
 def deny_backends(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
     """Inside the block these backends are not allowed. Arguments as for `use_backend`."""
     _need('deny_backends()', names)
-    return Scope('deny_backends()', _spec(deny=names, op=op), dispatcher or default_dispatcher())
+    return Scope('deny_backends()', _spec(deny=names, op=op), owner_of(dispatcher))
 
 
 def policy_context(policy: Policy, *, dispatcher: Dispatcher | None = None) -> Scope:
     """Inside the block `policy` stands above all others."""
     if not isinstance(policy, Policy):
         raise TypeError(f'policy_context() takes a Policy, got {policy!r}')
-    return Scope('policy_context()', policy.spec, dispatcher or default_dispatcher())
+    return Scope('policy_context()', policy.spec, owner_of(dispatcher))
 
 
 def strict_mode(on: bool = True, *, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
     """Inside the block backend bugs and unmet wishes raise (or, with `on=False`, do not)."""
-    return Scope('strict_mode()', _spec(strict=bool(on), op=op), dispatcher or default_dispatcher())
+    return Scope('strict_mode()', _spec(strict=bool(on), op=op), owner_of(dispatcher))

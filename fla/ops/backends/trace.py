@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
+from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.errors import DispatchError
 from fla.ops.backends.locking import lock
 
@@ -65,9 +65,9 @@ class Trace:
     """
 
     def __init__(self, limit: int = 100_000, dispatcher: Dispatcher | None = None) -> None:
-        if limit < 1:
-            raise ValueError(f'limit must be at least 1, got {limit}')
-        self.dispatcher = dispatcher or default_dispatcher()
+        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= sys.maxsize:
+            raise ValueError(f'limit must be a whole number from 1, got {limit!r}')
+        self.dispatcher = owner_of(dispatcher)
         self.records: deque[Record] = deque(maxlen=limit)
         self.counters: Counter[tuple[str, str]] = Counter()
 
@@ -147,7 +147,7 @@ def trace(limit: int = 100_000, dispatcher: Dispatcher | None = None) -> Trace:
 
 
 def _running(dispatcher: Dispatcher | None) -> Trace:
-    traces = (dispatcher or default_dispatcher()).traces
+    traces = owner_of(dispatcher).traces
     if not traces:
         raise DispatchError(
             'nothing is recorded: use `with trace() as t:`, or set FLA_DISPATCH_TRACE=1 before the first call'
