@@ -462,8 +462,8 @@ handle = registry.register(Mine())
     ('one', 'two'),
     [
         ('<ipython-input-3-0badc0de>', '<ipython-input-4-0badc0de>'),
-        ('/tmp/ipykernel_11/1234.py', '/tmp/ipykernel_11/5678.py'),
-        ('/tmp/ipython-input-1-1234.py', '/tmp/ipython-input-2-5678.py'),
+        ('elsewhere/ipykernel_11/1234.py', 'elsewhere/ipykernel_11/5678.py'),
+        ('elsewhere/ipython-input-1-1234.py', 'elsewhere/ipython-input-2-5678.py'),
         ('module.py', 'module.py'),
     ],
 )
@@ -485,8 +485,8 @@ def test_a_notebook_cell_run_again_replaces_silently(toy, caplog, one, two):
 
 def test_an_edited_notebook_cell_replaces_silently(toy, caplog):
     names = {'BaseBackend': BaseBackend, 'registry': toy.registry, '__name__': '__main__', 'ANSWER': 'one'}
-    run_cell(CELL, names, '/tmp/ipykernel_11/1234.py')
-    run_cell('# a line more\n' + CELL.replace('ANSWER', "'edited'"), names, '/tmp/ipykernel_11/5678.py')
+    run_cell(CELL, names, 'elsewhere/ipykernel_11/1234.py')
+    run_cell('# a line more\n' + CELL.replace('ANSWER', "'edited'"), names, 'elsewhere/ipykernel_11/5678.py')
     assert toy.f(Q, Q) == 'edited'
     assert not warnings_of(caplog)
     names['handle'].remove()
@@ -984,14 +984,14 @@ def test_every_declared_fact_is_read():
 def test_a_function_declared_in_two_files_warns_with_both(caplog):
     source = "@dispatch('registry_twice')\ndef f(q):\n    return VERSION\n"
     made = []
-    for file in ('/tmp/one.py', '/tmp/two.py'):
+    for file in ('elsewhere/one.py', 'elsewhere/two.py'):
         scope = {'dispatch': dispatch, 'VERSION': file, '__name__': 'registry_twice'}
         exec(compile(source, file, 'exec'), scope)
         made.append(scope['f'])
     (text,) = warnings_of(caplog)
     assert 'registry_twice.f' in text
-    assert '/tmp/one.py:' in text
-    assert '/tmp/two.py:' in text
+    assert 'elsewhere/one.py:' in text
+    assert 'elsewhere/two.py:' in text
     BackendRegistry('registry_twice')
-    assert [f(Q) for f in made] == ['/tmp/one.py', '/tmp/two.py']
+    assert [f(Q) for f in made] == ['elsewhere/one.py', 'elsewhere/two.py']
     assert default_dispatcher().named('registry_twice.f') is made[1]
