@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import triton
+from triton.compiler import CompiledKernel
 
 from fla.ops.common.kernels.recurrent import recurrent
 
 _NONE = (0, 0, 0)
+# places among the kernel's tensors
+_INITIAL, _FINAL = 9, 11
+
+_compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
 
 def decode(
@@ -33,63 +39,92 @@ def decode(
     state_v_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o `[B, T, HV, V]` in v's dtype and the final state in float32 or None; arguments as for the operations, checked."""
-    q, k, v = _rows(q), _rows(k), _rows(v)
-    gk = None if gk is None else _rows(gk)
-    gv = None if gv is None else _rows(gv)
-    initial_state = None if initial_state is None else initial_state.contiguous()
+    (q, q_strides), (k, k_strides), (v, v_strides) = _rows(q), _rows(k), _rows(v)
+    gk, gk_strides = (None, _NONE) if gk is None else _rows(gk)
+    gv, gv_strides = (None, _NONE) if gv is None else _rows(gv)
     batch, length, heads, dim = q.shape
     value_heads, value_dim = v.shape[2:]
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    o = torch.empty((batch, length, value_heads, value_dim), dtype=v.dtype, device=v.device)
+    o = torch.empty_like(v) if v.is_contiguous() else v.new_empty((batch, length, value_heads, value_dim))
     final = None
+    if initial_state is not None:
+        initial_state = initial_state.contiguous()
     if output_final_state:
-        shape = (count, value_heads, value_dim, dim) if state_v_first else (count, value_heads, dim, value_dim)
-        final = torch.empty(shape, dtype=torch.float32, device=v.device)
+        if initial_state is not None and initial_state.dtype is torch.float32:
+            final = torch.empty_like(initial_state)
+        else:
+            dims = (value_dim, dim) if state_v_first else (dim, value_dim)
+            final = v.new_empty((count, value_heads, *dims), dtype=torch.float32)
     if count == 0 or value_heads == 0:
         return o, final
-    block_k = triton.next_power_of_2(dim)
+    block_k = _power_of_2(dim)
     block_v = _value_block(count * value_heads, value_dim, block_k)
-    recurrent[(count * value_heads * triton.cdiv(value_dim, block_v),)](
-        *(q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, o, final, cu_seqlens),
+    programs = count * value_heads * -(-value_dim // block_v)
+    tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, o, final, cu_seqlens)
+    numbers = (
         *(dim**-0.5 if scale is None else scale, lower_bound or 0.0, length),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+        *(*q_strides[:3], *k_strides[:3], *v_strides[:3]),
         *(_NONE if g is None else g.stride()),
-        *(_NONE if gk is None else gk.stride()[:3]),
-        *(_NONE if gv is None else gv.stride()[:3]),
+        *(*gk_strides[:3], *gv_strides[:3]),
         *(_NONE if beta is None else beta.stride()),
-        H=heads,
-        HV=value_heads,
-        K=dim,
-        V=value_dim,
-        BK=block_k,
-        BV=block_v,
-        HAS_G=g is not None,
-        HAS_GK=gk is not None,
-        HAS_GV=gv is not None,
-        HAS_BETA=beta is not None,
-        GATE=use_gate_in_kernel,
-        HAS_A=A_log is not None,
-        HAS_BIAS=dt_bias is not None,
-        BOUNDED=lower_bound is not None,
-        SIGMOID=use_beta_sigmoid_in_kernel,
-        DOUBLE=allow_neg_eigval,
-        NORMALISE=use_qk_l2norm_in_kernel,
-        HAS_INITIAL=initial_state is not None,
-        HAS_FINAL=final is not None,
-        V_FIRST=state_v_first,
-        PACKED=cu_seqlens is not None,
-        num_warps=4 if block_k * block_v >= 2048 else 1,
-        num_stages=1,
     )
+    constants = (
+        *(heads, value_heads, dim, value_dim, block_k, block_v),
+        *(g is not None, gk is not None, gv is not None, beta is not None),
+        *(use_gate_in_kernel, A_log is not None, dt_bias is not None, lower_bound is not None),
+        *(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel),
+        *(initial_state is not None, final is not None, state_v_first, cu_seqlens is not None),
+    )
+    if q.is_cuda and type(q) is torch.Tensor and not torch.compiler.is_compiling():
+        _launch(programs, tensors, numbers, constants, q.get_device())
+    else:
+        recurrent[(programs,)](*tensors, *numbers, *constants, **_options(constants))
     return o, final
+
+
+def _launch(
+    programs: int,
+    tensors: tuple[torch.Tensor | None, ...],
+    numbers: tuple[float, ...],
+    constants: tuple[Any, ...],
+    device: int,
+) -> None:
+    """Triton looks at every argument of every launch to find the compiled kernel: 30 of the 40 µs that a decode step may
+    take. The kernel's numbers have one type and are not specialised, so that all it would find is in this key."""
+    addresses = [None if x is None else x.data_ptr() for x in tensors]
+    aligned = not ((addresses[_INITIAL] or 0) | (addresses[_FINAL] or 0)) & 15
+    key = (device, aligned, constants, *[None if x is None else x.dtype for x in tensors])
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = recurrent[(programs,)](*tensors, *numbers, *constants, **_options(constants))
+        # not under Triton's interpreter, nor while it compiles in the background
+        if isinstance(compiled, CompiledKernel):
+            _compiled[key] = compiled
+    else:
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled[(programs, 1, 1)](*addresses, *numbers, *constants, stream=stream)
+
+
+def _options(constants: tuple[Any, ...]) -> dict[str, int]:
+    block_k, block_v = constants[4:6]
+    return {'num_warps': 4 if block_k * block_v >= 2048 else 1, 'num_stages': 1}
 
 
 def _value_block(programs: int, value_dim: int, block_k: int) -> int:
     """Few heads: narrow blocks, so that every multiprocessor has work; many: 32 columns, whole cache lines."""
     most = max(8, min(32, 8192 // block_k))
-    return int(min(triton.next_power_of_2(value_dim), 8 if programs <= 64 else most))
+    return min(_power_of_2(value_dim), 8 if programs <= 64 else most)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """With the last dimension contiguous; it nearly always is."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _power_of_2(size: int) -> int:
+    """The least that is not smaller. Triton's own, which its kernels can call too, costs 2 µs."""
+    return 1 << (size - 1).bit_length()
+
+
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """With the last dimension contiguous, as it nearly always is, and its strides."""
+    strides = x.stride()
+    if strides[-1] != 1:
+        x = x.contiguous()
+        strides = x.stride()
+    return x, strides

@@ -11,8 +11,13 @@ import triton.language as tl
 from fla.ops.common.kernels.gates import beta_of, sigmoid, softplus
 from fla.ops.common.kernels.layout import sequence_span
 
+# Numbers of one type, and nothing specialised but the alignment of the states, whose size is what a step reads and writes:
+# `decode` then knows from types alone which compiled kernel serves a call.
+_TENSORS = ['q', 'k', 'v', 'g', 'gk', 'gv', 'beta', 'A_log', 'dt_bias', 'o', 'cu_seqlens']
+_NUMBERS = ['scale', 'lower_bound', 'T', *(f'{x}_{axis}' for x in ('q', 'k', 'v', 'g', 'gk', 'gv', 'b') for axis in 'bth')]
 
-@triton.jit(do_not_specialize=['T'])
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_TENSORS)
 def recurrent(
     q,
     k,
@@ -27,30 +32,30 @@ def recurrent(
     o,
     final,
     cu_seqlens,
-    scale,
-    lower_bound,
-    T,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    v_b,
-    v_t,
-    v_h,
-    g_b,
-    g_t,
-    g_h,
-    gk_b,
-    gk_t,
-    gk_h,
-    gv_b,
-    gv_t,
-    gv_h,
-    b_b,
-    b_t,
-    b_h,
+    scale: tl.float32,
+    lower_bound: tl.float32,
+    T: tl.int64,
+    q_b: tl.int64,
+    q_t: tl.int64,
+    q_h: tl.int64,
+    k_b: tl.int64,
+    k_t: tl.int64,
+    k_h: tl.int64,
+    v_b: tl.int64,
+    v_t: tl.int64,
+    v_h: tl.int64,
+    g_b: tl.int64,
+    g_t: tl.int64,
+    g_h: tl.int64,
+    gk_b: tl.int64,
+    gk_t: tl.int64,
+    gk_h: tl.int64,
+    gv_b: tl.int64,
+    gv_t: tl.int64,
+    gv_h: tl.int64,
+    b_b: tl.int64,
+    b_t: tl.int64,
+    b_h: tl.int64,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
