@@ -3,7 +3,7 @@
 In a chunk, T = (I + L)^-1 diag(beta), W = T (e^G K), U' = T V - W S, O = (scale e^G Q) S + M U' and
 S' = e^{G_C} S + (e^{G_C - G} K)^T U'. `states_backward` (shared) has given the gradients of S' and of U'. `pairs_backward`
 gives those of everything that has two steps (M, T, L) and of v and beta; then `channels_backward` gives those of q, k and
-the gate, in which channels are independent. It splits a chunk by halves as the forward does, so that no exponent is above 0.
+the gate, in which channels are independent, through the middle of the chunk or by halves as the forward does.
 
 The log decay appears in no gradient but through products with q and k: a term x e^{G_i - G_j} y gives itself to dG_i and
 minus itself to dG_j. Terms of one step with itself are left out: under strong decays they are the largest, and what
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fla.ops.common.kernels.gates import beta_of, inverse_norm, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
-from fla.ops.kda.kernels.forward import level_decay
+from fla.ops.kda.kernels.forward import from_middle, level_decay
 
 
 @triton.jit(do_not_specialize=['T'])
@@ -398,29 +398,45 @@ def channels_backward(
     d_key += diagonal * unit_Q
     # within the chunk
     square = token * SIZE + own * SIZE + steps[None, :]
-    for level in range(6):
-        d_query, d_key, dG = level_backward(
-            Q,
-            keys,
-            q_norm,
-            k_norm,
-            Gc,
-            G + token * K,
-            steps,
-            cols,
-            mask,
-            count,
-            32 >> level,
-            square,
-            d_attend,
-            d_lower,
-            d_query,
-            d_key,
-            dG,
-            HV,
-            K,
-            PRECISION,
-        )
+    away, furthest = from_middle(Gc, G + token * K, cols, mask, count, HV, K)
+    MOST: tl.constexpr = -1.0 if q.dtype.element_ty == tl.float16 else 60.0
+    if furthest <= MOST:
+        later, sooner = tl.exp(away), tl.exp(-away)
+        before = (steps[:, None] > steps[None, :]) & inside[:, None]
+        after = (steps[:, None] < steps[None, :]) & inside[:, None]
+        x_q, x_k = (unit_Q * later).to(Q.dtype), (unit_keys * later).to(Q.dtype)
+        y = (unit_keys * sooner).to(Q.dtype)
+        dx_q = tl.dot(tl.load(d_attend + square, mask=before, other=0.0), y, input_precision=PRECISION)
+        dx_k = tl.dot(tl.load(d_lower + square, mask=before, other=0.0), y, input_precision=PRECISION)
+        dy = tl.dot(tl.load(d_attend + square, mask=after, other=0.0), x_q, input_precision=PRECISION)
+        dy += tl.dot(tl.load(d_lower + square, mask=after, other=0.0), x_k, input_precision=PRECISION)
+        d_query += dx_q * later
+        d_key += dx_k * later + dy * sooner
+        dG += x_q.to(tl.float32) * dx_q + x_k.to(tl.float32) * dx_k - y.to(tl.float32) * dy
+    else:
+        for level in range(6):
+            d_query, d_key, dG = level_backward(
+                Q,
+                keys,
+                q_norm,
+                k_norm,
+                Gc,
+                G + token * K,
+                steps,
+                cols,
+                mask,
+                count,
+                32 >> level,
+                square,
+                d_attend,
+                d_lower,
+                d_query,
+                d_key,
+                dG,
+                HV,
+                K,
+                PRECISION,
+            )
     d_gate = tl.cumsum(tl.where(mask, dG, 0.0), 0, reverse=True)
     if GATE:
         raw = tl.load(g + batch64 * g_b + first64 * g_t + hv64 * g_h + time * g_t + cols[None, :], mask=mask, other=0.0)

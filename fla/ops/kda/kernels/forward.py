@@ -1,9 +1,12 @@
 """Forward of chunked Kimi delta attention: what is parallel over chunks.
 
-With one decay per channel, the scores of a chunk, sum_c x_ic e^{G_ic - G_jc} k_jc for j < i, are no plain product. They are
-split by halves: at level s the chunk falls into pairs of blocks of s steps, and a step i of the second block sees a step j
-of the first one through the boundary r between them, e^{G_i - G_r} e^{G_r - G_j}. Each pair i > j meets at exactly one of
-the six levels 32, 16, …, 1, so that six products of tensor cores give all scores, with every exponent at most 0.
+With one decay per channel, the scores of a chunk, sum_c x_ic e^{G_ic - G_jc} k_jc for j < i, are a product only through a
+step r between them, e^{G_i - G_r} e^{G_r - G_j}. Usually the middle of the chunk will do for all i and j: while no step is
+further from it than e^60, both factors, and every term that is wanted, are well inside of the range of floats.
+
+Where decays are stronger the chunk is split by halves: at level s it falls into pairs of blocks of s steps, and a step i of
+the second block sees a step j of the first one through the boundary between them. Each pair i > j meets at exactly one of
+the six levels 32, 16, …, 1, so that six products give all scores, with every exponent at most 0.
 """
 
 from __future__ import annotations
@@ -40,6 +43,15 @@ def gate_of(
             rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
         g = lower_bound * sigmoid(rate * g) if BOUNDED else -rate * softplus(g)
     return g
+
+
+@triton.jit
+def from_middle(G_tile, G_ptr, cols, inside, count, HV: tl.constexpr, K: tl.constexpr):
+    """G_t - G_r for r in the middle of the chunk, and the largest of its absolute values."""
+    middle = (count // 2).to(tl.int64) * HV * K
+    at = tl.load(G_ptr + middle + cols, mask=cols < K, other=0.0)
+    away = tl.where(inside, G_tile - at[None, :], 0.0)
+    return away, tl.max(tl.max(tl.abs(away), 1), 0)
 
 
 @triton.jit
@@ -142,6 +154,9 @@ def scores(
     diagonal = tl.zeros([SIZE], tl.float32)
     k_squares = tl.zeros([SIZE], tl.float32)
     q_squares = tl.zeros([SIZE], tl.float32)
+    before = steps[:, None] > steps[None, :]
+    # float16 has not the range
+    MOST: tl.constexpr = -1.0 if q.dtype.element_ty == tl.float16 else 60.0
     steps3 = tl.arange(0, 4)[:, None, None] * 16 + tl.arange(0, 16)[None, :, None]
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
@@ -158,19 +173,28 @@ def scores(
             q_squares += tl.sum(Q.to(tl.float32) * Q.to(tl.float32), 1)
         # the boundaries below are read back from what was just written
         tl.debug_barrier()
-        for level in range(2):
-            for_q, for_k = level_scores(
-                Q, keys, Gc, G_ptr, steps, cols, mask, count, 32 >> level, for_q, for_k, HV, K, PRECISION
-            )
-        in3 = (steps3 < count) & (cols[None, None, :] < K)
-        at3 = steps3.to(tl.int64)
-        Q3 = tl.load(q_ptr + at3 * q_t + cols[None, None, :], mask=in3, other=0.0)
-        keys3 = tl.load(k_ptr + at3 * k_t + cols[None, None, :], mask=in3, other=0.0)
-        G3 = tl.load(G_ptr + at3 * HV * K + cols[None, None, :], mask=in3, other=0.0)
-        for level in range(4):
-            near_q, near_k = near_scores(
-                Q3, keys3, G3, G_ptr, steps3, cols, in3, count, 8 >> level, near_q, near_k, HV, K, PRECISION
-            )
+        away, furthest = from_middle(Gc, G_ptr, cols, mask, count, HV, K)
+        if furthest <= MOST:
+            later = tl.exp(away)
+            turned = tl.trans((keys.to(tl.float32) * tl.exp(-away)).to(keys.dtype))
+            ke = (keys.to(tl.float32) * later).to(keys.dtype)
+            qe = (Q.to(tl.float32) * later).to(Q.dtype)
+            for_k += tl.where(before, tl.dot(ke, turned, input_precision=PRECISION), 0.0)
+            for_q += tl.where(before, tl.dot(qe, turned, input_precision=PRECISION), 0.0)
+        else:
+            for level in range(2):
+                for_q, for_k = level_scores(
+                    Q, keys, Gc, G_ptr, steps, cols, mask, count, 32 >> level, for_q, for_k, HV, K, PRECISION
+                )
+            in3 = (steps3 < count) & (cols[None, None, :] < K)
+            at3 = steps3.to(tl.int64)
+            Q3 = tl.load(q_ptr + at3 * q_t + cols[None, None, :], mask=in3, other=0.0)
+            keys3 = tl.load(k_ptr + at3 * k_t + cols[None, None, :], mask=in3, other=0.0)
+            G3 = tl.load(G_ptr + at3 * HV * K + cols[None, None, :], mask=in3, other=0.0)
+            for level in range(4):
+                near_q, near_k = near_scores(
+                    Q3, keys3, G3, G_ptr, steps3, cols, in3, count, 8 >> level, near_q, near_k, HV, K, PRECISION
+                )
     k_norm = tl.full([SIZE], 1.0, tl.float32)
     q_norm = tl.full([SIZE], 1.0, tl.float32)
     if NORMALISE:
