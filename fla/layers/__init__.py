@@ -8,3 +8,11 @@ from fla.layers.gated_deltanet import GatedDeltaNet
 from fla.layers.kda import KimiDeltaAttention
 
 __all__ = ['Attention', 'Cache', 'GatedDeltaNet', 'KimiDeltaAttention']
+
+TYPE_CHECKING = False
+if not TYPE_CHECKING:  # a type checker would take any name for one that exists
+
+    def __getattr__(name):
+        from fla.utils.owners import missing
+
+        raise missing(__name__, name)

@@ -9,3 +9,11 @@ from fla.modules.layernorm import RMSNorm
 from fla.modules.rotary import RotaryEmbedding
 
 __all__ = ['FusedRMSNormGated', 'RMSNorm', 'RotaryEmbedding', 'ShortConvolution']
+
+TYPE_CHECKING = False
+if not TYPE_CHECKING:  # a type checker would take any name for one that exists
+
+    def __getattr__(name):
+        from fla.utils.owners import missing
+
+        raise missing(__name__, name)

@@ -25,6 +25,7 @@ from fla.utils.devices import (
     platform_of,
     platform_of_type,
 )
+from fla.utils.owners import missing
 from fla.utils.testing import assert_close
 
 _LAZY: dict[str, Callable[[], object]] = {
@@ -63,4 +64,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return _LAZY[name]()
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    raise missing(__name__, name)

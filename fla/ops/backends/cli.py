@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fla.ops.backends import logs
@@ -21,6 +22,7 @@ from fla.ops.backends.errors import DispatchError
 from fla.ops.backends.freeze import manifest
 from fla.ops.backends.lint import REGISTRY_RULES, SOURCE_RULES, run
 from fla.utils.devices import PLATFORMS
+from fla.utils.owners import OURS, TOP, conflict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     registries = command('snapshot', _snapshot, 'show every registry with its backends and where each was registered')
     registries.add_argument('--json', action='store_true', help='as JSON')
     command('plugins', _plugins, 'list the plugins that were found, with version and error')
-    command('env', _env, 'list every environment variable: when it is read, its value now, what it does')
+    command(
+        'env',
+        _env,
+        'list every environment variable: when read, its value now, what it does; and who else owns files of fla',
+    )
     chosen = command('manifest', _manifest, 'write what every function would choose from here, as JSON with a sha256')
     chosen.add_argument('--out', metavar='FILE', help='default: standard output')
     chosen.add_argument(
@@ -165,7 +171,15 @@ def _env(dispatcher: Dispatcher, options: argparse.Namespace) -> int:
         rows += [(name, 'each call', _value(name), text) for name, text in sorted(_toggles(dispatcher).items())]
         dispatcher.check_environment()
     _print_table(rows)
-    return 0
+    print(f'{OURS} {_version()} at {Path(__file__).parents[3]}')
+    other = conflict()
+    print(other or f'no other distribution owns files under {TOP}/')
+    return 1 if other else 0
+
+
+def _version() -> str:
+    # of the source: metadata may be another installation's
+    return str(getattr(sys.modules[TOP], '__version__', 'of unknown version'))
 
 
 def _toggles(dispatcher: Dispatcher) -> dict[str, str]:

@@ -10,6 +10,7 @@ from fla.ops.backends.backend import BaseBackend, format_reason
 from fla.ops.backends.errors import unknown_name
 from fla.ops.backends.plan import Member
 from fla.ops.backends.policy import normalise
+from fla.utils.owners import conflict
 
 if TYPE_CHECKING:
     from fla.ops.backends.dispatcher import Dispatcher
@@ -135,7 +136,9 @@ def pending(dispatcher: Dispatcher) -> dict[str, list[str]]:
 def problems(dispatcher: Dispatcher) -> list[str]:
     """See `validate()`."""
     dispatcher.discovery.load_all()
-    found = [
+    other = conflict()
+    found = [other] if other else []
+    found += [
         f'operation {name!r}: its backends package failed: {text}'
         for name, text in sorted(dispatcher.discovery.errors.items())
     ]

@@ -21,9 +21,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fla.ops.backends import logs
-from fla.ops.backends.errors import unknown_name
+from fla.ops.backends.errors import error_text, unknown_name
 from fla.ops.backends.locking import lock
 from fla.utils.env import LIVE, live_key, text_of
+from fla.utils.owners import with_conflict
 
 if TYPE_CHECKING:
     from fla.ops.backends.dispatcher import Dispatcher
@@ -115,7 +116,7 @@ class Discovery:
                 self._remember(operation, module, error)
             elif operation not in self.dispatcher.registries and not self.exists(operation):
                 package = module.removesuffix('.backends')
-                advice = f' A new operation needs BackendRegistry({operation!r}), or a package {package}.'
+                advice = with_conflict(f' A new operation needs BackendRegistry({operation!r}), or a package {package}.')
                 raise unknown_name('operation', operation, self.operations(), self._declared_at(operation), advice) from None
         except Exception as error:
             self._remember(operation, module, error)
@@ -129,7 +130,7 @@ class Discovery:
         return f' (in @dispatch at {places[0]})' if places else ''
 
     def _remember(self, operation: str, module: str, error: BaseException) -> None:
-        text = f'{type(error).__name__}: {error}'
+        text = error_text(error)
         self.errors[operation] = text
         logs.once(
             ('package', module, text),

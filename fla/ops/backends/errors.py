@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from fla.utils.env import nearest
+from fla.utils.owners import with_conflict
 
 if TYPE_CHECKING:
     from fla.ops.backends.explain import Decision
@@ -54,3 +55,9 @@ def unknown_name(what: str, name: str, known: Iterable[str], where: str = '', ad
     names = sorted(set(known))
     text = f'unknown {what} {name!r}{where}.{nearest(name, names)} Known: {", ".join(names) or "none"}'
     return UnknownNameError(f'{text}.{advice}' if advice else text)
+
+
+def error_text(error: BaseException) -> str:
+    """An exception in one line; one of an import also names the other distribution that may be the cause."""
+    text = f'{type(error).__name__}: {error}'
+    return with_conflict(text) if isinstance(error, ImportError) else text

@@ -25,6 +25,7 @@ from fla.ops.backends.errors import unknown_name
 from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Facts, Member, build
 from fla.ops.backends.policy import normalise
 from fla.utils.devices import KNOWN_DEVICES, PLATFORMS, Device
+from fla.utils.owners import with_conflict
 
 if TYPE_CHECKING:
     from fla.ops.backends.entry import Entry
@@ -116,13 +117,15 @@ class Decision:
     def error_text(self) -> str:
         """The message of NoBackendError: every candidate with its reason, the arguments, and what to do."""
         arguments = ', '.join(f'{name}: {text}' for name, text in self.arguments.items())
-        return '\n'.join(
-            [
-                f'{self.function}: {self.error or "no candidate accepts the call"}',
-                *self._table(),
-                f'  arguments: {arguments}',
-                f'  {self._advice()}',
-            ]
+        return with_conflict(
+            '\n'.join(
+                [
+                    f'{self.function}: {self.error or "no candidate accepts the call"}',
+                    *self._table(),
+                    f'  arguments: {arguments}',
+                    f'  {self._advice()}',
+                ]
+            )
         )
 
     def _advice(self) -> str:

@@ -17,7 +17,7 @@ from fla.ops.backends import logs
 from fla.ops.backends.backend import BaseBackend
 from fla.ops.backends.declaration import check_declaration
 from fla.ops.backends.discovery import import_whole
-from fla.ops.backends.errors import unknown_name
+from fla.ops.backends.errors import error_text, unknown_name
 from fla.ops.backends.locking import lock
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ class BackendRegistry:
             optional = isinstance(error, ModuleNotFoundError) and (error.name or '').split('.')[0] != module.split('.')[0]
             if not optional and self.dispatcher.is_strict(self.operation):
                 raise
-            loaded = replace(entry, error=f'{type(error).__name__}: {error}')
+            loaded = replace(entry, error=f'{type(error).__name__}: {error}' if optional else error_text(error))
             if self._replace(entry, loaded):
                 logs.logger.log(
                     logging.INFO if optional else logging.WARNING,
