@@ -24,7 +24,7 @@ PYTEST_ARGS ?= -n 2
 .PHONY: demo test test-triton36 lint style types format bench clean setup
 
 demo: $(STAMP)
-	$(PY) examples/demo.py
+	$(PY) -m examples.language_model $(DEMO_ARGS)
 
 test: $(STAMP)
 	$(PYTEST) $(PYTEST_ARGS) tests

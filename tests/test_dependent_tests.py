@@ -195,13 +195,14 @@ def test_command(script, tmp_path, monkeypatch, capsys):
         assert script.main(list(arguments)) == 0
         return capsys.readouterr().out
 
-    expected = 'tests/test_demo.py\ntests/test_dependent_tests.py\n'  # this file names it, too
-    assert printed('examples/demo.py') == expected
-    monkeypatch.setattr(sys, 'stdin', io.StringIO('examples/demo.py\n\n'))
+    expected = '\n'.join(script.find(['tests/ops/vendors.py'], ROOT)) + '\n'
+    assert 'tests/ops/kda/test_flash_kda.py\n' in expected
+    assert printed('tests/ops/vendors.py') == expected
+    monkeypatch.setattr(sys, 'stdin', io.StringIO('tests/ops/vendors.py\n\n'))
     assert printed('-') == expected
-    monkeypatch.chdir(ROOT / 'examples')
-    assert printed('demo.py') == expected
-    assert printed(str(ROOT / 'examples' / 'demo.py')) == expected
+    monkeypatch.chdir(ROOT / 'tests')
+    assert printed('ops/vendors.py') == expected
+    assert printed(str(ROOT / 'tests' / 'ops' / 'vendors.py')) == expected
     assert printed(''.join(['.editor', 'config'])) == ''  # as one string, this file would name it
     with pytest.raises(SystemExit, match='is not in'):
         script.main(['/elsewhere/x.py'])

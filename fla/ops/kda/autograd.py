@@ -20,7 +20,7 @@ _FLAGS = (
     'float scale, bool output_final_state, bool l2norm, bool gate, float? lower_bound, bool sigmoid, bool double, '
     'bool v_first, bool keep, bool states'
 )
-_KEPT = ('G', 'attend', 'lower', 'inverse', 'w', 'kg', 'qg', 'h', 'v_new')
+_KEPT = ('G', 'far', 'attend', 'lower', 'inverse', 'w', 'kg', 'qg', 'h', 'v_new')
 
 
 def _forward(
@@ -95,6 +95,7 @@ def _fake(
         token = (batch, length, heads)
         kept = (
             q.new_empty((*token, dim), dtype=torch.float32),
+            q.new_empty((rows, heads), dtype=torch.int32),
             q.new_empty((*token, SIZE)),
             q.new_empty((*token, SIZE), dtype=torch.float32),
             q.new_empty((*token, SIZE)),
@@ -125,6 +126,7 @@ def _backward(
     double: bool,
     v_first: bool,
     G: torch.Tensor | None,
+    far: torch.Tensor | None,
     attend: torch.Tensor | None,
     lower: torch.Tensor | None,
     inverse: torch.Tensor | None,
@@ -141,7 +143,7 @@ def _backward(
     state = None if initial_state is None else initial_state.contiguous()
     with on_device_of(q):
         layout = layout_of(q.shape[0], q.shape[1], SIZE, cu_seqlens)
-        kept = (G, attend, lower, inverse, w, kg, qg, h, v_new)
+        kept = (G, far, attend, lower, inverse, w, kg, qg, h, v_new)
         saved = Saved(q, k, v, g, beta, _flat(A_log), _flat(dt_bias), state, cu_seqlens, layout.table, layout.offsets, *kept)
         final = None if dfinal_state is None else dfinal_state.contiguous()
         gradients = chunk_backward(saved, settings, do.contiguous(), final)

@@ -277,6 +277,7 @@ def channels_backward(
     A_log,
     dt_bias,
     G,
+    far,
     v_new,
     h,
     dh,
@@ -317,12 +318,14 @@ def channels_backward(
     HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BOUNDED: tl.constexpr,
+    BY_HALVES: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV * ceil(K / BK),).
+    """Grid (rows * HV * ceil(K / BK),). Of far chunks if BY_HALVES, of the others if not.
 
     Args:
+        far: of `scores`.
         do: contiguous. dh: `[rows, HV, K, V]`, gradient of the state after each chunk.
         d_attend, d_lower, d_grown: of `pairs_backward`.
         dq, dk: written, of q and k per value head and, with NORMALISE, as normalised, `[B, T, HV, K]`.
@@ -334,6 +337,8 @@ def channels_backward(
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
     if n < 0:
+        return
+    if (tl.load(far + pid) == 1) != BY_HALVES:
         return
     first = start + c * SIZE
     count = tl.minimum(end - first, SIZE)
@@ -398,22 +403,7 @@ def channels_backward(
     d_key += diagonal * unit_Q
     # within the chunk
     square = token * SIZE + own * SIZE + steps[None, :]
-    away, furthest = from_middle(Gc, G + token * K, cols, mask, count, HV, K)
-    MOST: tl.constexpr = -1.0 if q.dtype.element_ty == tl.float16 else 60.0
-    if furthest <= MOST:
-        later, sooner = tl.exp(away), tl.exp(-away)
-        before = (steps[:, None] > steps[None, :]) & inside[:, None]
-        after = (steps[:, None] < steps[None, :]) & inside[:, None]
-        x_q, x_k = (unit_Q * later).to(Q.dtype), (unit_keys * later).to(Q.dtype)
-        y = (unit_keys * sooner).to(Q.dtype)
-        dx_q = tl.dot(tl.load(d_attend + square, mask=before, other=0.0), y, input_precision=PRECISION)
-        dx_k = tl.dot(tl.load(d_lower + square, mask=before, other=0.0), y, input_precision=PRECISION)
-        dy = tl.dot(tl.load(d_attend + square, mask=after, other=0.0), x_q, input_precision=PRECISION)
-        dy += tl.dot(tl.load(d_lower + square, mask=after, other=0.0), x_k, input_precision=PRECISION)
-        d_query += dx_q * later
-        d_key += dx_k * later + dy * sooner
-        dG += x_q.to(tl.float32) * dx_q + x_k.to(tl.float32) * dx_k - y.to(tl.float32) * dy
-    else:
+    if BY_HALVES:
         for level in range(6):
             d_query, d_key, dG = level_backward(
                 Q,
@@ -437,6 +427,20 @@ def channels_backward(
                 K,
                 PRECISION,
             )
+    else:
+        away = from_middle(Gc, G + token * K, cols, cols < K, mask, count, HV, K)
+        later, sooner = tl.exp(away), tl.exp(-away)
+        before = (steps[:, None] > steps[None, :]) & inside[:, None]
+        after = (steps[:, None] < steps[None, :]) & inside[:, None]
+        x_q, x_k = (unit_Q * later).to(Q.dtype), (unit_keys * later).to(Q.dtype)
+        y = (unit_keys * sooner).to(Q.dtype)
+        dx_q = tl.dot(tl.load(d_attend + square, mask=before, other=0.0), y, input_precision=PRECISION)
+        dx_k = tl.dot(tl.load(d_lower + square, mask=before, other=0.0), y, input_precision=PRECISION)
+        dy = tl.dot(tl.load(d_attend + square, mask=after, other=0.0), x_q, input_precision=PRECISION)
+        dy += tl.dot(tl.load(d_lower + square, mask=after, other=0.0), x_k, input_precision=PRECISION)
+        d_query += dx_q * later
+        d_key += dx_k * later + dy * sooner
+        dG += x_q.to(tl.float32) * dx_q + x_k.to(tl.float32) * dx_k - y.to(tl.float32) * dy
     d_gate = tl.cumsum(tl.where(mask, dG, 0.0), 0, reverse=True)
     if GATE:
         raw = tl.load(g + batch64 * g_b + first64 * g_t + hv64 * g_h + time * g_t + cols[None, :], mask=mask, other=0.0)

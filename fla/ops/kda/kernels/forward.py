@@ -4,9 +4,10 @@ With one decay per channel, the scores of a chunk, sum_c x_ic e^{G_ic - G_jc} k_
 step r between them, e^{G_i - G_r} e^{G_r - G_j}. Usually the middle of the chunk will do for all i and j: while no step is
 further from it than e^60, both factors, and every term that is wanted, are well inside of the range of floats.
 
-Where decays are stronger the chunk is split by halves: at level s it falls into pairs of blocks of s steps, and a step i of
-the second block sees a step j of the first one through the boundary between them. Each pair i > j meets at exactly one of
-the six levels 32, 16, …, 1, so that six products give all scores, with every exponent at most 0.
+Chunks with stronger decays, marked as `far`, are split by halves: at level s a chunk falls into pairs of blocks of s steps,
+and a step i of the second block sees a step j of the first one through the boundary between them. Each pair i > j meets at
+exactly one of the six levels 32, 16, …, 1, so that six products give all scores, with every exponent at most 0. That takes
+all registers there are, which is why it is a kernel of its own, whose programs find nothing to do for the other chunks.
 """
 
 from __future__ import annotations
@@ -46,12 +47,10 @@ def gate_of(
 
 
 @triton.jit
-def from_middle(G_tile, G_ptr, cols, inside, count, HV: tl.constexpr, K: tl.constexpr):
-    """G_t - G_r for r in the middle of the chunk, and the largest of its absolute values."""
-    middle = (count // 2).to(tl.int64) * HV * K
-    at = tl.load(G_ptr + middle + cols, mask=cols < K, other=0.0)
-    away = tl.where(inside, G_tile - at[None, :], 0.0)
-    return away, tl.max(tl.max(tl.abs(away), 1), 0)
+def from_middle(G_tile, G_ptr, cols, in_cols, inside, count, HV: tl.constexpr, K: tl.constexpr):
+    """G_t - G_r for r in the middle of the chunk."""
+    at = tl.load(G_ptr + (count // 2).to(tl.int64) * HV * K + cols, mask=in_cols, other=0.0)
+    return tl.where(inside, G_tile - at[None, :], 0.0)
 
 
 @triton.jit
@@ -98,6 +97,7 @@ def scores(
     A_log,
     dt_bias,
     G,
+    far,
     attend,
     lower,
     cu_seqlens,
@@ -127,8 +127,9 @@ def scores(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written, all `[B, T, HV, ·]` and contiguous: the running log decay G (float32, K), `attend`, the
-    scores scale * tril(q k), and `lower`, the scores tril(k k, -1) in float32 (SIZE)."""
+    """Grid (rows * HV,). Written, all `[B, T, HV, ·]` and contiguous: the running log decay G (float32, K); `attend`, the
+    scores scale * tril(q k), and `lower`, the scores tril(k k, -1) in float32 (SIZE), but not of far chunks; and `far`
+    `[rows, HV]`, 1 where they are left to `scores_by_halves`."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -147,17 +148,12 @@ def scores(
     own = steps[:, None].to(tl.int64) * HV
     time = steps[:, None].to(tl.int64)
     G_ptr = G + token * K
-    for_k = tl.zeros([SIZE, SIZE], tl.float32)
-    for_q = tl.zeros([SIZE, SIZE], tl.float32)
-    near_k = tl.zeros([4, 16, 16], tl.float32)
-    near_q = tl.zeros([4, 16, 16], tl.float32)
+    # float16 has not the range
+    MOST: tl.constexpr = -1.0 if q.dtype.element_ty == tl.float16 else 60.0
     diagonal = tl.zeros([SIZE], tl.float32)
     k_squares = tl.zeros([SIZE], tl.float32)
     q_squares = tl.zeros([SIZE], tl.float32)
-    before = steps[:, None] > steps[None, :]
-    # float16 has not the range
-    MOST: tl.constexpr = -1.0 if q.dtype.element_ty == tl.float16 else 60.0
-    steps3 = tl.arange(0, 4)[:, None, None] * 16 + tl.arange(0, 16)[None, :, None]
+    furthest = 0.0
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
@@ -165,36 +161,134 @@ def scores(
         gate = gate_of(gate, hv, cols, cols < K, A_log, dt_bias, lower_bound, K, GATE, HAS_A, HAS_BIAS, BOUNDED)
         Gc = tl.cumsum(tl.where(mask, gate, 0.0), 0)
         tl.store(G_ptr + own * K + cols[None, :], Gc, mask=mask)
+        middle = tl.sum(tl.where((steps == count // 2)[:, None], Gc, 0.0), 0)
+        furthest = tl.maximum(furthest, tl.max(tl.max(tl.where(mask, tl.abs(Gc - middle[None, :]), 0.0), 1), 0))
+        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        diagonal += tl.sum(Q * keys, 1)
+        if NORMALISE:
+            k_squares += tl.sum(keys * keys, 1)
+            q_squares += tl.sum(Q * Q, 1)
+    near = furthest <= MOST
+    tl.store(far + pid, 1 - near.to(tl.int32))
+    if not near:
+        return
+    # G is read back below, by other threads
+    tl.debug_barrier()
+    for_k = tl.zeros([SIZE, SIZE], tl.float32)
+    for_q = tl.zeros([SIZE, SIZE], tl.float32)
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        Gc = tl.load(G_ptr + own * K + cols[None, :], mask=mask, other=0.0)
+        away = from_middle(Gc, G_ptr, cols, cols < K, mask, count, HV, K)
+        later = tl.exp(away)
+        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
+        sooner = tl.trans((keys.to(tl.float32) * tl.exp(-away)).to(keys.dtype))
+        for_k += tl.dot((keys.to(tl.float32) * later).to(keys.dtype), sooner, input_precision=PRECISION)
+        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
+        for_q += tl.dot((Q.to(tl.float32) * later).to(Q.dtype), sooner, input_precision=PRECISION)
+    k_norm = tl.full([SIZE], 1.0, tl.float32)
+    q_norm = tl.full([SIZE], 1.0, tl.float32)
+    if NORMALISE:
+        k_norm = tl.rsqrt(k_squares + 1e-6)
+        q_norm = tl.rsqrt(q_squares + 1e-6)
+    store_scores(
+        for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend + token * SIZE, lower + token * SIZE, HV, SIZE
+    )
+
+
+@triton.jit
+def store_scores(
+    for_q, for_k, diagonal, q_factor, k_norm, steps, inside, attend_ptr, lower_ptr, HV: tl.constexpr, SIZE: tl.constexpr
+):
+    """Of what two products gave, the parts below the diagonal: the rest may be anything, infinite too."""
+    i, j = steps[:, None], steps[None, :]
+    at = i.to(tl.int64) * HV * SIZE + j
+    M = tl.where(i > j, for_q, tl.where(i == j, diagonal[:, None], 0.0)) * (q_factor[:, None] * k_norm[None, :])
+    tl.store(attend_ptr + at, M.to(attend_ptr.dtype.element_ty), mask=inside[:, None])
+    A = tl.where(i > j, for_k * (k_norm[:, None] * k_norm[None, :]), 0.0)
+    tl.store(lower_ptr + at, A, mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=['T'])
+def scores_by_halves(
+    q,
+    k,
+    G,
+    far,
+    attend,
+    lower,
+    cu_seqlens,
+    table,
+    scale,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (rows * HV,). `attend` and `lower` as `scores` writes them, of far chunks."""
+    pid = tl.program_id(0)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    if tl.load(far + pid) == 0:
+        return
+    first = start + c * SIZE
+    count = tl.minimum(end - first, SIZE)
+    steps = tl.arange(0, SIZE)
+    inside = steps < count
+    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
+    head = (hv // (HV // H)).to(tl.int64)
+    q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
+    k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
+    token = (batch64 * T + first64) * HV + hv
+    own = steps[:, None].to(tl.int64) * HV
+    time = steps[:, None].to(tl.int64)
+    G_ptr = G + token * K
+    for_k = tl.zeros([SIZE, SIZE], tl.float32)
+    for_q = tl.zeros([SIZE, SIZE], tl.float32)
+    near_k = tl.zeros([4, 16, 16], tl.float32)
+    near_q = tl.zeros([4, 16, 16], tl.float32)
+    diagonal = tl.zeros([SIZE], tl.float32)
+    k_squares = tl.zeros([SIZE], tl.float32)
+    q_squares = tl.zeros([SIZE], tl.float32)
+    steps3 = tl.arange(0, 4)[:, None, None] * 16 + tl.arange(0, 16)[None, :, None]
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        Gc = tl.load(G_ptr + own * K + cols[None, :], mask=mask, other=0.0)
         Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
         diagonal += tl.sum(Q.to(tl.float32) * keys.to(tl.float32), 1)
         if NORMALISE:
             k_squares += tl.sum(keys.to(tl.float32) * keys.to(tl.float32), 1)
             q_squares += tl.sum(Q.to(tl.float32) * Q.to(tl.float32), 1)
-        # the boundaries below are read back from what was just written
-        tl.debug_barrier()
-        away, furthest = from_middle(Gc, G_ptr, cols, mask, count, HV, K)
-        if furthest <= MOST:
-            later = tl.exp(away)
-            turned = tl.trans((keys.to(tl.float32) * tl.exp(-away)).to(keys.dtype))
-            ke = (keys.to(tl.float32) * later).to(keys.dtype)
-            qe = (Q.to(tl.float32) * later).to(Q.dtype)
-            for_k += tl.where(before, tl.dot(ke, turned, input_precision=PRECISION), 0.0)
-            for_q += tl.where(before, tl.dot(qe, turned, input_precision=PRECISION), 0.0)
-        else:
-            for level in range(2):
-                for_q, for_k = level_scores(
-                    Q, keys, Gc, G_ptr, steps, cols, mask, count, 32 >> level, for_q, for_k, HV, K, PRECISION
-                )
-            in3 = (steps3 < count) & (cols[None, None, :] < K)
-            at3 = steps3.to(tl.int64)
-            Q3 = tl.load(q_ptr + at3 * q_t + cols[None, None, :], mask=in3, other=0.0)
-            keys3 = tl.load(k_ptr + at3 * k_t + cols[None, None, :], mask=in3, other=0.0)
-            G3 = tl.load(G_ptr + at3 * HV * K + cols[None, None, :], mask=in3, other=0.0)
-            for level in range(4):
-                near_q, near_k = near_scores(
-                    Q3, keys3, G3, G_ptr, steps3, cols, in3, count, 8 >> level, near_q, near_k, HV, K, PRECISION
-                )
+        for level in range(2):
+            for_q, for_k = level_scores(
+                Q, keys, Gc, G_ptr, steps, cols, mask, count, 32 >> level, for_q, for_k, HV, K, PRECISION
+            )
+        in3 = (steps3 < count) & (cols[None, None, :] < K)
+        at3 = steps3.to(tl.int64)
+        Q3 = tl.load(q_ptr + at3 * q_t + cols[None, None, :], mask=in3, other=0.0)
+        keys3 = tl.load(k_ptr + at3 * k_t + cols[None, None, :], mask=in3, other=0.0)
+        G3 = tl.load(G_ptr + at3 * HV * K + cols[None, None, :], mask=in3, other=0.0)
+        for level in range(4):
+            near_q, near_k = near_scores(
+                Q3, keys3, G3, G_ptr, steps3, cols, in3, count, 8 >> level, near_q, near_k, HV, K, PRECISION
+            )
     k_norm = tl.full([SIZE], 1.0, tl.float32)
     q_norm = tl.full([SIZE], 1.0, tl.float32)
     if NORMALISE:
@@ -202,11 +296,9 @@ def scores(
         q_norm = tl.rsqrt(q_squares + 1e-6)
     for_q += spread(near_q)
     for_k += spread(near_k)
-    M = tl.where(steps[:, None] == steps[None, :], diagonal[:, None], for_q)
-    M *= (q_norm * scale)[:, None] * k_norm[None, :]
-    tl.store(attend + token * SIZE + own * SIZE + steps[None, :], M.to(attend.dtype.element_ty), mask=inside[:, None])
-    A = for_k * (k_norm[:, None] * k_norm[None, :])
-    tl.store(lower + token * SIZE + own * SIZE + steps[None, :], A, mask=inside[:, None])
+    store_scores(
+        for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend + token * SIZE, lower + token * SIZE, HV, SIZE
+    )
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
 from fla.ops.common.kernels.state_backward import states_backward
 from fla.ops.kda.kernels.backward import channels_backward, heads_backward, outputs_backward, pairs_backward
-from fla.ops.kda.kernels.forward import outputs, prepare, scores
+from fla.ops.kda.kernels.forward import outputs, prepare, scores, scores_by_halves
 from fla.utils.devices import capability_of
 
 SIZE = 64
@@ -64,6 +64,7 @@ class Saved(NamedTuple):
     table: torch.Tensor | None
     offsets: torch.Tensor | None
     G: torch.Tensor | None = None
+    far: torch.Tensor | None = None
     attend: torch.Tensor | None = None
     lower: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
@@ -91,6 +92,7 @@ class _Chunks(NamedTuple):
     """What `_chunks` computes; see the kernels that write it."""
 
     G: torch.Tensor
+    far: torch.Tensor
     attend: torch.Tensor
     lower: torch.Tensor
     inverse: torch.Tensor
@@ -306,51 +308,54 @@ def chunk_backward(
         dA_parts = parts(layout.rows, HV, kblocks, dtype=torch.float32, device=k.device)
     if settings.gate and dt_bias is not None:
         dbias_parts = parts(layout.rows, HV, K, dtype=torch.float32, device=k.device)
-    channels_backward[(kblocks * programs,)](
-        q,
-        k,
-        g,
-        A_log,
-        dt_bias,
-        chunks.G,
-        chunks.v_new,
-        chunks.h,
-        dh,
-        do,
-        d_attend,
-        d_lower,
-        d_grown,
-        rq,
-        rk,
-        dq_heads,
-        dk_heads,
-        dg,
-        dA_parts,
-        dbias_parts,
-        cu_seqlens,
-        table,
-        settings.scale,
-        settings.lower_bound or 0.0,
-        T,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *g.stride()[:3],
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        SIZE=SIZE,
-        BK=BK,
-        BV=_block(V, 64 if k.element_size() == 2 else 32),
-        NORMALISE=settings.normalise,
-        GATE=settings.gate,
-        HAS_A=A_log is not None,
-        HAS_BIAS=dt_bias is not None,
-        BOUNDED=settings.lower_bound is not None,
-        PACKED=layout.packed,
-        PRECISION=precision,
-        num_warps=4,
-    )
+    for by_halves in (False, True):
+        channels_backward[(kblocks * programs,)](
+            q,
+            k,
+            g,
+            A_log,
+            dt_bias,
+            chunks.G,
+            chunks.far,
+            chunks.v_new,
+            chunks.h,
+            dh,
+            do,
+            d_attend,
+            d_lower,
+            d_grown,
+            rq,
+            rk,
+            dq_heads,
+            dk_heads,
+            dg,
+            dA_parts,
+            dbias_parts,
+            cu_seqlens,
+            table,
+            settings.scale,
+            settings.lower_bound or 0.0,
+            T,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *g.stride()[:3],
+            H=H,
+            HV=HV,
+            K=K,
+            V=V,
+            SIZE=SIZE,
+            BK=BK,
+            BV=_block(V, 64 if k.element_size() == 2 else 32),
+            NORMALISE=settings.normalise,
+            GATE=settings.gate,
+            HAS_A=A_log is not None,
+            HAS_BIAS=dt_bias is not None,
+            BOUNDED=settings.lower_bound is not None,
+            BY_HALVES=by_halves,
+            PACKED=layout.packed,
+            PRECISION=precision,
+            num_warps=4,
+        )
     dA = None if dA_parts is None or A_log is None else dA_parts.sum((0, 2)).view(A_log.shape).to(A_log.dtype)
     dbias = None if dbias_parts is None or dt_bias is None else dbias_parts.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
 
@@ -394,6 +399,7 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
 
     G, lower = empty(K, torch.float32), empty(SIZE, torch.float32)
     attend, inverse, w, u, kg, qg = (empty(width) for width in (SIZE, SIZE, K, V, K, K))
+    far = torch.empty(layout.rows, HV, dtype=torch.int32, device=k.device)
     scores[(programs,)](
         q,
         k,
@@ -401,6 +407,7 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
         A_log,
         dt_bias,
         G,
+        far,
         attend,
         lower,
         cu_seqlens,
@@ -421,6 +428,29 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
         HAS_A=A_log is not None,
         HAS_BIAS=dt_bias is not None,
         BOUNDED=settings.lower_bound is not None,
+        PACKED=layout.packed,
+        PRECISION=precision,
+        num_warps=4,
+    )
+    scores_by_halves[(programs,)](
+        q,
+        k,
+        G,
+        far,
+        attend,
+        lower,
+        cu_seqlens,
+        table,
+        settings.scale,
+        T,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        H=H,
+        HV=HV,
+        K=K,
+        SIZE=SIZE,
+        BK=_block(K, 64 if k.element_size() == 2 else 32),
+        NORMALISE=settings.normalise,
         PACKED=layout.packed,
         PRECISION=precision,
         num_warps=4,
@@ -495,7 +525,7 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
         STAGES=_stages(k, (2 * K + BV) * SIZE, K * BV + SIZE * BV, 3),
         num_warps=_state_warps(k),
     )
-    return _Chunks(G, attend, lower, inverse, w, kg, qg, h, u)
+    return _Chunks(G, far, attend, lower, inverse, w, kg, qg, h, u)
 
 
 def _state_dims(saved: Saved, settings: Settings) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""`make demo` succeeds, and it fails where something it claims is false."""
+"""`examples/dispatch.py` succeeds, and it fails where something it claims is false."""
 
 import os
 import subprocess
@@ -8,14 +8,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def demo(**environment: str) -> subprocess.CompletedProcess[str]:
+def example(**environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
-    command = [sys.executable, str(ROOT / 'examples/demo.py')]
+    command = [sys.executable, str(ROOT / 'examples/dispatch.py')]
     return subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_succeeds():
-    done = demo()
+    done = example()
     assert done.returncode == 0, done.stdout + done.stderr
     assert 'Every claim holds.' in done.stdout
     assert 'FALSE' not in done.stdout
@@ -23,7 +23,7 @@ def test_succeeds():
 
 
 def test_a_false_claim_ends_it():
-    done = demo(FLA_DENY_BACKENDS='chunked')
+    done = example(FLA_DENY_BACKENDS='chunked')
     assert done.returncode == 1, done.stdout + done.stderr
     assert 'FALSE' in done.stdout
     assert 'Every claim holds.' not in done.stdout

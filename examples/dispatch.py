@@ -1,4 +1,4 @@
-"""Shows the dispatch core at work on one small operation, on a CPU, in plain PyTorch: `make demo`.
+"""Shows the dispatch core at work on one small operation, on a CPU, in plain PyTorch: `python examples/dispatch.py`.
 
 Every claim it prints is checked; the first one that is false ends it with exit status 1.
 """
