@@ -7,7 +7,7 @@
 PYTHON ?= python3
 TRITON ?= 3.9.0
 OLDER_TRITON := 3.6.0
-EXTRAS := test,policy,tools,bench
+EXTRAS := test,policy,tools,bench,clients
 
 VENV := .venv
 PY := $(VENV)/bin/python

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 from fla.ops.backends import trace
 
-pytest.importorskip('transformers', minversion='5.24')
+NEEDED = "needs transformers 5.24 or newer, which `make setup` installs: pip install -e '.[clients]'"
+transformers = pytest.importorskip('transformers', reason=NEEDED)
+if Version(transformers.__version__) < Version('5.24'):
+    pytest.skip(f'{NEEDED}; has {transformers.__version__}', allow_module_level=True)
 
 from tests.clients.models import MODELS, results
 
