@@ -10,13 +10,12 @@ import torch
 from packaging.version import Version
 
 from fla.ops.backends import trace
+from tests.clients.models import MODELS, results
 
 NEEDED = "needs transformers 5.24 or newer, which `make setup` installs: pip install -e '.[clients]'"
 transformers = pytest.importorskip('transformers', reason=NEEDED)
 if Version(transformers.__version__) < Version('5.24'):
     pytest.skip(f'{NEEDED}; has {transformers.__version__}', allow_module_level=True)
-
-from tests.clients.models import MODELS, results
 
 # Both sides are float32; what differs is the order of the sums. Gradients pass through every layer twice.
 LOGITS, GRADIENTS = 2e-5, 2e-4
