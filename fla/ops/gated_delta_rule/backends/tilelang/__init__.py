@@ -1,0 +1,113 @@
+"""Our TileLang kernels for the forward of the chunked gated delta rule."""
+
+from __future__ import annotations
+
+import torch
+
+from fla.ops.backends import BaseBackend
+from fla.ops.backends.backend import Verdict
+from fla.ops.common.tilelang_call import on_hopper, usable
+from fla.ops.common.vendor import smallest_call
+from fla.utils.devices import Device
+
+DIMS = (64, 128)
+
+
+class GatedDeltaRuleTileLang(BaseBackend):
+    """`chunk_gated_delta_rule` on Hopper: the forward in TileLang, with the Triton backward. bfloat16 or float16, K and V of
+    64 or 128, every other argument. q, k and v are copied where they are not contiguous."""
+
+    backend_type = 'tilelang'
+    kind = 'native'
+    package_name = 'tilelang'
+    package_version = '>=0.1.15,<0.2'
+    env_var = 'FLA_TILELANG'
+    default_enable = False
+    priority = 4
+    devices = ('cuda',)
+    min_capability = (9, 0)
+    dtypes = (torch.bfloat16, torch.float16)
+    grad = 'backward'
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+    @classmethod
+    def is_available(cls) -> Verdict:
+        return usable(cls.package_name, cls.package_version)
+
+    def probe(self, device: Device) -> Verdict:
+        fits = on_hopper(device)
+        # TileLang imports, and fails when it compiles: without nvcc, or beside a newer apache-tvm-ffi
+        return smallest_call(device, _one_step, 0.5) if fits[0] else fits
+
+    def chunk_gated_delta_rule_verifier(
+        self, q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, chunk_size: int | None
+    ) -> Verdict:
+        if chunk_size not in (None, 64):
+            return False, 'the kernels work in chunks of 64'
+        if q.shape[3] not in DIMS or v.shape[3] not in DIMS:
+            return False, ('K and V must be 64 or 128, got %s and %s', q.shape[3], v.shape[3])
+        if v.numel() == 0:
+            return False, 'there are no steps, and the kernels cannot be launched on nothing'
+        if v.numel() >= 2**31:
+            return False, ('the kernels were not tried on so many: v must have fewer than 2^31 elements, got %s', v.numel())
+        if cu_seqlens is not None and cu_seqlens.shape[0] < 2:
+            return False, 'cu_seqlens holds no sequence'
+        return True, None
+
+    def chunk_gated_delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        scale: float | None = None,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        allow_neg_eigval: bool = False,
+        state_v_first: bool = False,
+        cu_seqlens: torch.Tensor | None = None,
+        # lint: allow ignored-argument because it says what cu_seqlens says
+        cu_seqlens_cpu: torch.Tensor | None = None,
+        # lint: allow ignored-argument because they follow from cu_seqlens
+        chunk_indices: torch.Tensor | None = None,
+        *,
+        use_gate_in_kernel: bool = False,
+        A_log: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        chunk_size: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        from fla.ops.gated_delta_rule.backends.tilelang.launch import chunk
+
+        o, final = chunk(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            initial_state,
+            cu_seqlens,
+            q.shape[-1] ** -0.5 if scale is None else scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            state_v_first,
+        )
+        return o, final
+
+
+def _one_step(device: torch.device) -> torch.Tensor:
+    """q, k and v of ones, without decay and from an empty state: o = beta v = 0.5."""
+    from fla.ops.gated_delta_rule.backends.tilelang.launch import chunk_forward
+
+    ones = torch.ones(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
+    gate = torch.zeros(1, 1, 1, device=device)
+    options = (1.0, False, True, False, False, False, False)
+    with torch.cuda.device(device):
+        return chunk_forward(ones, ones, ones, gate, gate + 0.5, None, None, None, None, *options)[0]
