@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from fla.ops.backends.opaque import opaque
 from fla.ops.common.kernels.decode import decode
 from fla.ops.common.kernels.layout import layout_of
 from fla.ops.common.triton_call import DEVICES, no_steps, on_device_of, require_triton
-from fla.ops.kda.kernels.launch import SIZE, Saved, Settings, chunk_backward, chunk_forward
+from fla.ops.kda.kernels.launch import SIZE, Saved, Settings, Within, chunk_backward, chunk_forward, within_chunks
 
 _TENSORS = (
     'Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, '
@@ -108,59 +109,68 @@ def _fake(
     return v.new_empty(v.shape), final, h if states else None, *kept
 
 
-def _backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    scale: float,
-    l2norm: bool,
-    gate: bool,
-    lower_bound: float | None,
-    sigmoid: bool,
-    double: bool,
-    v_first: bool,
-    G: torch.Tensor | None,
-    far: torch.Tensor | None,
-    attend: torch.Tensor | None,
-    lower: torch.Tensor | None,
-    inverse: torch.Tensor | None,
-    w: torch.Tensor | None,
-    kg: torch.Tensor | None,
-    qg: torch.Tensor | None,
-    h: torch.Tensor | None,
-    v_new: torch.Tensor | None,
-    do: torch.Tensor,
-    dfinal_state: torch.Tensor | None,
-) -> Any:
-    settings = Settings(scale, l2norm, gate, lower_bound, sigmoid, double, v_first)
-    q, k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g))
-    state = None if initial_state is None else initial_state.contiguous()
-    with on_device_of(q):
-        layout = layout_of(q.shape[0], q.shape[1], SIZE, cu_seqlens)
-        kept = (G, far, attend, lower, inverse, w, kg, qg, h, v_new)
-        saved = Saved(q, k, v, g, beta, _flat(A_log), _flat(dt_bias), state, cu_seqlens, layout.table, layout.offsets, *kept)
-        final = None if dfinal_state is None else dfinal_state.contiguous()
-        gradients = chunk_backward(saved, settings, do.contiguous(), final)
-    d_A_log = None if A_log is None or gradients.A_log is None else gradients.A_log.reshape(A_log.shape)
-    d_dt_bias = None if dt_bias is None or gradients.dt_bias is None else gradients.dt_bias.reshape(dt_bias.shape)
-    return (*gradients[:5], d_A_log, d_dt_bias, gradients.initial_state)
+def backward_with(within: Callable[..., Within]) -> Callable[..., Any]:
+    """The backward with another implementation of `within_chunks`."""
 
+    def _backward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        A_log: torch.Tensor | None,
+        dt_bias: torch.Tensor | None,
+        initial_state: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        scale: float,
+        l2norm: bool,
+        gate: bool,
+        lower_bound: float | None,
+        sigmoid: bool,
+        double: bool,
+        v_first: bool,
+        G: torch.Tensor | None,
+        far: torch.Tensor | None,
+        attend: torch.Tensor | None,
+        lower: torch.Tensor | None,
+        inverse: torch.Tensor | None,
+        w: torch.Tensor | None,
+        kg: torch.Tensor | None,
+        qg: torch.Tensor | None,
+        h: torch.Tensor | None,
+        v_new: torch.Tensor | None,
+        do: torch.Tensor,
+        dfinal_state: torch.Tensor | None,
+    ) -> Any:
+        settings = Settings(scale, l2norm, gate, lower_bound, sigmoid, double, v_first)
+        q, k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g))
+        state = None if initial_state is None else initial_state.contiguous()
+        with on_device_of(q):
+            layout = layout_of(q.shape[0], q.shape[1], SIZE, cu_seqlens)
+            kept = (G, far, attend, lower, inverse, w, kg, qg, h, v_new)
+            saved = Saved(
+                q, k, v, g, beta, _flat(A_log), _flat(dt_bias), state, cu_seqlens, layout.table, layout.offsets, *kept
+            )
+            final = None if dfinal_state is None else dfinal_state.contiguous()
+            gradients = chunk_backward(saved, settings, do.contiguous(), final, within=within)
+        d_A_log = None if A_log is None or gradients.A_log is None else gradients.A_log.reshape(A_log.shape)
+        d_dt_bias = None if dt_bias is None or gradients.dt_bias is None else gradients.dt_bias.reshape(dt_bias.shape)
+        return (*gradients[:5], d_A_log, d_dt_bias, gradients.initial_state)
+
+    return _backward
+
+
+SCHEMA = (
+    f'({_TENSORS}, {_FLAGS}) -> (Tensor o, Tensor? final_state, Tensor? intermediate, '
+    f'{", ".join(f"Tensor? {name}" for name in _KEPT)})'
+)
 
 _chunk = opaque(
     'fla::chunk_kda',
-    schema=(
-        f'({_TENSORS}, {_FLAGS}) -> (Tensor o, Tensor? final_state, Tensor? intermediate, '
-        f'{", ".join(f"Tensor? {name}" for name in _KEPT)})'
-    ),
+    schema=SCHEMA,
     forward=_forward,
     fake=_fake,
-    backward=_backward,
+    backward=backward_with(within_chunks),
     grads=('q', 'k', 'v', 'g', 'beta', 'A_log', 'dt_bias', 'initial_state'),
     intermediates=_KEPT,
     non_differentiable=('intermediate',),
@@ -190,8 +200,9 @@ def chunk(
     cu_seqlens_cpu: torch.Tensor | None,
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
+    kernel: Callable[..., Any] = _chunk,
 ) -> Any:
-    """`chunk_kda` on Triton."""
+    """`chunk_kda` on Triton; or by another `kernel` that takes and returns the same."""
     require_triton('chunk_kda', q)
     count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if q.shape[1] == 0 or count == 0:
@@ -199,7 +210,7 @@ def chunk(
         dims = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
         none = v.new_empty((q.shape[0], 0, v.shape[2], *dims), dtype=torch.float32)
         return (o, final, none) if return_intermediate_states else (o, final)
-    o, final, h = _chunk(
+    o, final, h = kernel(
         q,
         k,
         v,

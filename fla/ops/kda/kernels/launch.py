@@ -7,6 +7,7 @@ overwrites what it has read for the last time, so that its peak is that of the r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -162,8 +163,25 @@ def chunk_forward(
     return o, final, Saved(*saved[:11], *chunks) if keep else saved, chunks.h
 
 
+class Within(NamedTuple):
+    """What `within_chunks` computes: gradients of q and k for each value head (as normalised), of everything else whole."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+
+
 def chunk_backward(
-    saved: Saved, settings: Settings, do: torch.Tensor, d_final: torch.Tensor | None = None, needs_initial: bool = True
+    saved: Saved,
+    settings: Settings,
+    do: torch.Tensor,
+    d_final: torch.Tensor | None = None,
+    needs_initial: bool = True,
+    within: Callable[..., Within] | None = None,
 ) -> Gradients:
     """Gradients of everything the forward was given.
 
@@ -172,8 +190,10 @@ def chunk_backward(
         do: of o, in its dtype.
         d_final: of the final state, or None.
         needs_initial: whether the gradient of the initial state is wanted, if one was given.
+        within: computes what `within_chunks` does, by default that.
     """
-    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, table, offsets = saved[:11]
+    q, k, v = saved[:3]
+    initial_state, cu_seqlens, table, offsets = saved[7:11]
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     layout = Layout(SIZE, B, B * triton.cdiv(T, SIZE), None, None, None)
@@ -248,6 +268,49 @@ def chunk_backward(
         num_warps=_state_warps(k),
     )
 
+    parts = (within or within_chunks)(saved, settings, layout, chunks, do, du, dh)
+    dq, dk = parts.q, parts.k
+    if HV != H or settings.normalise:
+        if HV != H:
+            dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+        ROWS = 16
+        heads_backward[(triton.cdiv(B * T * H, ROWS), 2)](
+            q,
+            k,
+            parts.q,
+            parts.k,
+            dq,
+            dk,
+            B * T * H,
+            T,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            H=H,
+            GROUPS=HV // H,
+            K=K,
+            BK=_block(K, 256),
+            ROWS=ROWS,
+            NORMALISE=settings.normalise,
+            num_warps=4,
+        )
+    return Gradients(dq, dk, *parts[2:], d_initial)
+
+
+def within_chunks(
+    saved: Saved, settings: Settings, layout: Layout, chunks: _Chunks, do: torch.Tensor, du: torch.Tensor, dh: torch.Tensor
+) -> Within:
+    """What is parallel over chunks, once the gradients of the updates and states are there.
+
+    Args:
+        saved, settings, layout: of the call. Unless `saved` has what the forward computed, `chunks` may be overwritten.
+        do: of o. du: of v_new; may be overwritten. dh: of the state after each chunk. All contiguous.
+    """
+    q, k, v, g, beta, A_log, dt_bias, _, cu_seqlens, table, _ = saved[:11]
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    programs = layout.rows * HV
+    keep = saved.G is not None
+    precision = _precision(k)
     fresh = torch.empty_like if keep else _itself
     d_attend, d_lower, d_grown, dv = fresh(chunks.attend), fresh(chunks.inverse), fresh(chunks.w), du
     dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
@@ -359,31 +422,7 @@ def chunk_backward(
     dA = None if dA_parts is None or A_log is None else dA_parts.sum((0, 2)).view(A_log.shape).to(A_log.dtype)
     dbias = None if dbias_parts is None or dt_bias is None else dbias_parts.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
 
-    dq, dk = dq_heads, dk_heads
-    if HV != H or settings.normalise:
-        if HV != H:
-            dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-        ROWS = 16
-        heads_backward[(triton.cdiv(B * T * H, ROWS), 2)](
-            q,
-            k,
-            dq_heads,
-            dk_heads,
-            dq,
-            dk,
-            B * T * H,
-            T,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            H=H,
-            GROUPS=HV // H,
-            K=K,
-            BK=_block(K, 256),
-            ROWS=ROWS,
-            NORMALISE=settings.normalise,
-            num_warps=4,
-        )
-    return Gradients(dq, dk, dv, dg, dbeta, dA, dbias, d_initial)
+    return Within(dq_heads, dk_heads, dv, dg, dbeta, dA, dbias)
 
 
 def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tensor | None) -> _Chunks:
@@ -480,15 +519,15 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
         K=K,
         V=V,
         SIZE=SIZE,
-        BK=_block(K, 32),
-        BV=_block(V, 32),
+        BK=_block(K, 64 if k.element_size() == 2 else 32),
+        BV=_block(V, 64 if k.element_size() == 2 else 32),
         NORMALISE=settings.normalise,
         SIGMOID=settings.sigmoid,
         DOUBLE=settings.double,
         PACKED=layout.packed,
         PRECISION=precision,
         INVERSE_PRECISION=precision,
-        num_warps=2,
+        num_warps=4,
     )
     h = torch.empty(layout.rows, HV, K, V, dtype=k.dtype, device=k.device)
     BV = _state_block(k, V)
