@@ -6,6 +6,7 @@ it is explained, run again, and compared with the reference in float64 on the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,15 +105,20 @@ class Difference:
         return self.outputs <= self.bounds[0] and self.gradients <= self.bounds[1]
 
 
+def badness(error: float) -> float:
+    """The order of errors, in which NaN is the largest: `max` alone would pass it over."""
+    return math.inf if math.isnan(error) else error
+
+
 def difference(call: Call, backend: str, settings: Settings) -> Difference:
     """Of the backend that served a call from the reference in float64; where there is none, from the default, which then is
     plain PyTorch."""
     reference = 'reference' if 'reference' in resolve_op(call.key).backends else 'default'
     outputs, gradients = run(call, backend, settings, exact=False)
     exact_outputs, exact_gradients = run(call, reference, settings, exact=True)
-    worst = max(relative_rms(*pair) for pair in zip(exact_outputs, outputs, strict=True))
+    worst = max((relative_rms(*pair) for pair in zip(exact_outputs, outputs, strict=True)), key=badness)
     errors = {name: relative_rms(exact, gradients[name]) for name, exact in exact_gradients.items()}
-    argument = max(errors, key=lambda name: errors[name], default='')
+    argument = max(errors, key=lambda name: badness(errors[name]), default='')
     return Difference(worst, errors.get(argument, 0.0), argument, BOUNDS[call.dtype])
 
 
@@ -129,8 +135,8 @@ class Row:
     @property
     def worst(self) -> Difference:
         """Of all phases, each figure by itself."""
-        by_gradient = max(self.differences, key=lambda d: d.gradients)
-        outputs = max(d.outputs for d in self.differences)
+        by_gradient = max(self.differences, key=lambda d: badness(d.gradients))
+        outputs = max((d.outputs for d in self.differences), key=badness)
         return Difference(outputs, by_gradient.gradients, by_gradient.argument)
 
     @property
@@ -140,8 +146,8 @@ class Row:
     def __str__(self) -> str:
         counts = ''.join(f'{self.calls.get(phase, "-"):>10}' for phase in PHASES)
         gradients = f'{self.worst.gradients:.1e} {self.worst.argument}' if self.worst.argument else '-'
-        name = self.key.rpartition('.')[2]
-        lines = [f'  {name:<34}{self.backend:<11}{counts}   {self.worst.outputs:.1e}  {gradients}']
+        function = self.key.rpartition('.')[2]
+        lines = [f'  {function:<34}{self.backend:<11}{counts}   {self.worst.outputs:.1e}  {gradients}']
         lines += [f'      not {name}: {reason}' for name, reason in self.before]
         return '\n'.join(lines)
 
@@ -192,14 +198,10 @@ def report(traces: Mapping[str, Calls], settings: Settings, claims: Claims) -> N
     show(sorted(rows.values(), key=lambda row: row.key))
     ran = {row.key for row in rows.values()}
     others = sorted(set(default_dispatcher().functions()) - ran)
-    print(f'Dispatched, but not called by this model: {", ".join(others)}.')
+    print(f'Dispatched, but not called by this model: {", ".join(others) or "none"}.')
     large = sorted({row.key for row in rows.values() if not all(d.is_small for d in row.differences)})
-    claims.check(
-        f'each of {len(ran)} functions is within its bounds of the reference in float64'
-        + (f', but for {", ".join(large)}' if large else ''),
-        not large,
-    )
-    claims.check(
-        'explain() names the backend that ran, for each' + (f', but for {", ".join(surprises)}' if surprises else ''),
-        not surprises,
-    )
+    bounds = '; '.join(f'{str(d).removeprefix("torch.")} {o:g} and {g:g}' for d, (o, g) in BOUNDS.items())
+    but = f', but for {", ".join(large)}' if large else ''
+    claims.check(f'{len(ran)} functions differ by less than {bounds} (outputs and gradients){but}', not large)
+    but = f', but for {", ".join(surprises)}' if surprises else ''
+    claims.check(f'explain() names the backend that ran, for every function{but}', not surprises)
