@@ -30,8 +30,8 @@ class Availability:
         def concerned(backend: BaseBackend) -> bool:
             return backend is owner or (isinstance(owner, type) and isinstance(backend, owner))
 
-        self._package = {k: v for k, v in list(self._package.items()) if not concerned(v[0])}
-        self._device = {k: v for k, v in list(self._device.items()) if not concerned(v[0])}
+        self._package = {k: v for k, v in dict(self._package).items() if not concerned(v[0])}
+        self._device = {k: v for k, v in dict(self._device).items() if not concerned(v[0])}
 
     def package(self, backend: BaseBackend) -> Verdict:
         """Module, version, toolchain."""

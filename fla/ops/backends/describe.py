@@ -124,7 +124,7 @@ def function_name(method: str) -> str:
 def pending(dispatcher: Dispatcher) -> dict[str, list[str]]:
     """Methods of functions that nobody has declared (yet), by 'operation.backend'."""
     found: dict[str, list[str]] = {}
-    for operation, registry in list(dispatcher.registries.items()):
+    for operation, registry in dispatcher.registries.items():
         known = {entry.name for entry in dispatcher.functions(None if operation == '*' else operation).values()}
         for backend in registry:
             names = sorted({function_name(name) for name in methods_of(backend)} - known)
@@ -140,7 +140,7 @@ def problems(dispatcher: Dispatcher) -> list[str]:
     found = [other] if other else []
     found += [
         f'operation {name!r}: its backends package failed: {text}'
-        for name, text in sorted(dispatcher.discovery.errors.items())
+        for name, text in sorted(dict(dispatcher.discovery.errors).items())
     ]
     for plugin in dispatcher.plugins():
         if plugin.error:

@@ -333,7 +333,7 @@ def _forget_unfinished_imports() -> None:
     The import system has no public way to say this; without it, importing such a module in the child waits for ever.
     """
     locks = getattr(importlib._bootstrap, '_module_locks', {})
-    for name, reference in list(locks.items()):
+    for name, reference in dict(locks).items():
         holder = reference()
         if holder is None or getattr(holder, 'owner', None) in (None, threading.get_ident()):
             continue

@@ -128,7 +128,8 @@ class Dispatcher:
                         known.place,
                         entry.place,
                     )
-                self._functions[entry.key] = entry
+                # a new dictionary: see BackendRegistry.__new__
+                self._functions = {**self._functions, entry.key: entry}
 
     def entries(self) -> list[Entry]:
         """Every entry point, bound ones included."""
@@ -137,8 +138,7 @@ class Dispatcher:
 
     def functions(self, operation: str | None = None) -> dict[str, Entry]:
         """Public functions by 'operation.function'."""
-        found = dict(self._functions)
-        return {k: e for k, e in found.items() if operation is None or e.operation == operation}
+        return {k: e for k, e in self._functions.items() if operation is None or e.operation == operation}
 
     def entry(self, name: str) -> Entry:
         """The function called 'operation.function', imported if need be.
@@ -277,11 +277,11 @@ class Dispatcher:
         if hasattr(BaseBackend, name):
             return True
         function = name.removesuffix('_verifier').removesuffix('_prefers')
-        return any(entry.name == function for entry in list(self._functions.values()))
+        return any(entry.name == function for entry in self._functions.values())
 
     def backends(self) -> Iterator[BaseBackend]:
         """Every backend there is, covered ones and the functions' defaults included."""
-        for registry in list(self.registries.values()):
+        for registry in self.registries.values():
             for entry in registry._entries:
                 if entry.backend is not None:
                     yield entry.backend
@@ -450,7 +450,7 @@ class Dispatcher:
 
     def _words(self, operation: str | None) -> set[str]:
         words = {*KINDS, 'triton'}
-        for name, registry in list(self.registries.items()):
+        for name, registry in self.registries.items():
             if operation is not None and name not in (operation, '*'):
                 continue
             for backend in registry:

@@ -94,7 +94,8 @@ class BackendRegistry:
                 known = super().__new__(cls)
                 known.operation, known.dispatcher = operation, owner
                 known._entries, known._own, known._listeners = (), (), ()
-                owner.registries[operation] = known
+                # a new dictionary: whoever iterates over the old one is not disturbed
+                owner.registries = {**owner.registries, operation: known}
         return known
 
     _entries: tuple[Registration, ...]

@@ -130,7 +130,7 @@ class Trace:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The records and counters as JSON, also written to `path` if given."""
-        counters = [{'function': f, 'backend': b, 'calls': n} for (f, b), n in sorted(self.counters.items())]
+        counters = [{'function': f, 'backend': b, 'calls': n} for (f, b), n in sorted(dict(self.counters).items())]
         text = json.dumps({'records': [r.to_dict() for r in self], 'counters': counters}, indent=1, default=str)
         if path is not None:
             Path(path).write_text(text, encoding='utf-8')
@@ -138,7 +138,7 @@ class Trace:
 
     def summary(self) -> str:
         """A table of the counters."""
-        return '\n'.join(f'{f:<48} {b:<16} {n:>8}' for (f, b), n in sorted(self.counters.items()))
+        return '\n'.join(f'{f:<48} {b:<16} {n:>8}' for (f, b), n in sorted(dict(self.counters).items()))
 
 
 def trace(limit: int = 100_000, dispatcher: Dispatcher | None = None) -> Trace:
