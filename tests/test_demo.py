@@ -293,7 +293,7 @@ def test_progress_without_rich(monkeypatch):
     bar = console.progress(100)
     assert type(bar) is console.PlainProgress
     shown(bar)
-    assert '\r[############################] 100%  step 4     loss 2.00  100 bytes/s  0:00 left' in terminal.getvalue()
+    assert '\r[####################] 100%  step 4     loss 2.00  100 bytes/s  0:00 left' in terminal.getvalue()
     assert terminal.getvalue().count('\n') == 1
 
 
@@ -310,7 +310,7 @@ def test_progress_with_rich(monkeypatch):
 def test_progress_in_a_pipe(capsys):
     shown(console.progress(100))
     first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith('[#######.....................]  25%  step 1 ')
+    assert first.startswith('[#####...............]  25%  step 1 ')
     assert last.endswith('100 bytes/s  0:00 left')
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 
@@ -35,7 +36,7 @@ def options() -> argparse.Namespace:
     parser.add_argument('--dtype', choices=('float32', 'bfloat16'), help='of matrix products; default: bfloat16 on a GPU')
     parser.add_argument('--seed', type=int, default=0)
     chosen = parser.parse_args()
-    if not chosen.seconds > 0:
+    if not 0 < chosen.seconds < math.inf:
         parser.error('--seconds must be above 0')
     if chosen.steps is not None and chosen.steps < 2:
         parser.error('--steps must be at least 2')
@@ -105,6 +106,7 @@ def writing(model: LanguageModel, prompt: torch.Tensor, settings: Settings, clai
 def tracing(model: LanguageModel, text: torch.Tensor, prompt: torch.Tensor, settings: Settings) -> dict[str, Calls]:
     """One training step of a few sequences, one prefill, and decoding, each under a trace."""
     batch = next(data.batches(text, 4, settings.length, torch.Generator().manual_seed(0)))
+    model.train()
     with Calls() as training_calls:
         loss_of(model, batch, settings).backward()
     model.zero_grad()
@@ -153,3 +155,5 @@ if __name__ == '__main__':
         sys.exit(main())
     except DispatchError as error:
         sys.exit(f'no backend served a call:\n{error}')
+    except KeyboardInterrupt:
+        sys.exit('stopped')

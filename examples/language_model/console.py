@@ -8,7 +8,7 @@ from types import TracebackType
 
 from examples.language_model.train import Step
 
-BAR = 28
+BAR = 20  # columns; the whole line fits into 80
 
 
 def section(title: str) -> None:
@@ -75,7 +75,7 @@ class RichProgress(PlainProgress):
 
         super().__init__(tokens)
         self.bar = Progress(
-            BarColumn(),
+            BarColumn(BAR),
             TextColumn('{task.percentage:3.0f}%  {task.description}'),
             TimeRemainingColumn(compact=True),
             TextColumn('left'),
