@@ -14,6 +14,7 @@ import torch
 
 import fla
 from examples.language_model import console, data, report
+from examples.language_model.__main__ import tracing
 from examples.language_model.generate import compare, generate, prefill
 from examples.language_model.model import MIXERS, Config, LanguageModel
 from examples.language_model.report import Call, Calls, Difference, Row, difference
@@ -256,6 +257,17 @@ def test_calls_are_kept_as_they_came(model):
     found = difference(kept, 'default', SETTINGS)
     assert 0 < found.outputs < 1e-6
     assert found.argument == ''
+
+
+def test_training_prefill_and_decoding_are_traced():
+    model = small_model()
+    traces = tracing(model, PROMPT[0].repeat(9), PROMPT, SETTINGS)
+    assert list(traces) == list(report.PHASES)
+    chunked, recurrent = 'kda.chunk_kda', 'kda.fused_recurrent_kda'
+    counts = [(calls.counters[chunked, 'reference'], calls.counters[recurrent, 'reference']) for calls in traces.values()]
+    assert counts == [(1, 0), (1, 0), (0, report.DECODED)]
+    assert [calls.kept['attn.parallel_attn', 'sdpa'].with_grad for calls in traces.values()] == [True, False, False]
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_differences_that_are_no_numbers_are_not_small(monkeypatch):
