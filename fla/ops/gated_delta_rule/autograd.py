@@ -184,7 +184,9 @@ def fused_recurrent(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`fused_recurrent_gated_delta_rule` on Triton. Its kernel has no gradient: the chunked form, which computes the same,
     serves a call that needs one."""
-    require_triton('fused_recurrent_gated_delta_rule', q)
+    # a decode step waits for every question
+    if not q.is_cuda:
+        require_triton('fused_recurrent_gated_delta_rule', q)
     given = (q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         return chunk(
@@ -205,25 +207,24 @@ def fused_recurrent(
             A_log=A_log,
             dt_bias=dt_bias,
         )
-    with on_device_of(q):
-        return decode(
-            q,
-            k,
-            v,
-            g,
-            gk,
-            gv,
-            beta,
-            A_log,
-            dt_bias,
-            initial_state,
-            cu_seqlens,
-            scale,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_gate_in_kernel=use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            lower_bound=None,
-            state_v_first=state_v_first,
-        )
+    return decode(
+        q,
+        k,
+        v,
+        g,
+        gk,
+        gv,
+        beta,
+        A_log,
+        dt_bias,
+        initial_state,
+        cu_seqlens,
+        scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=None,
+        state_v_first=state_v_first,
+    )

@@ -263,7 +263,9 @@ def fused_recurrent(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`fused_recurrent_kda` on Triton. Its kernel has no gradient: the chunked form, which computes the same, serves a call
     that needs one."""
-    require_triton('fused_recurrent_kda', q)
+    # a decode step waits for every question
+    if not q.is_cuda:
+        require_triton('fused_recurrent_kda', q)
     given = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         o, final = chunk(
@@ -289,25 +291,24 @@ def fused_recurrent(
             dt_bias=dt_bias,
         )
         return o, final
-    with on_device_of(q):
-        return decode(
-            q,
-            k,
-            v,
-            None,
-            g,
-            None,
-            beta,
-            _flat(A_log),
-            _flat(dt_bias),
-            initial_state,
-            cu_seqlens,
-            scale,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_gate_in_kernel=use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            lower_bound=lower_bound if use_gate_in_kernel else None,
-            state_v_first=state_v_first,
-        )
+    return decode(
+        q,
+        k,
+        v,
+        None,
+        g,
+        None,
+        beta,
+        _flat(A_log),
+        _flat(dt_bias),
+        initial_state,
+        cu_seqlens,
+        scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound if use_gate_in_kernel else None,
+        state_v_first=state_v_first,
+    )

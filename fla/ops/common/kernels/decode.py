@@ -8,6 +8,7 @@ import torch
 from triton.compiler import CompiledKernel
 
 from fla.ops.common.kernels.recurrent import recurrent
+from fla.ops.common.triton_call import on_device_of
 
 _NONE = (0, 0, 0)
 # places among the kernel's tensors
@@ -75,10 +76,15 @@ def decode(
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel),
         *(initial_state is not None, final is not None, state_v_first, cu_seqlens is not None),
     )
-    if q.is_cuda and type(q) is torch.Tensor and not torch.compiler.is_compiling():
-        _launch(programs, tensors, numbers, constants, q.get_device())
+    # Triton launches on the current device
+    if not q.is_cuda or type(q) is not torch.Tensor or torch.compiler.is_compiling():
+        with on_device_of(q):
+            recurrent[(programs,)](*tensors, *numbers, *constants, **_options(constants))
+    elif (device := q.get_device()) == torch.cuda.current_device():
+        _launch(programs, tensors, numbers, constants, device)
     else:
-        recurrent[(programs,)](*tensors, *numbers, *constants, **_options(constants))
+        with torch.cuda.device(device):
+            _launch(programs, tensors, numbers, constants, device)
     return o, final
 
 

@@ -355,28 +355,6 @@ def channels_backward(
     mask = inside[:, None] & (cols[None, :] < K)
     at = token * K + own * K + cols[None, :]
     state_at = (row.to(tl.int64) * HV + hv) * K * V + cols[:, None] * V
-    # through the states
-    d_queries = tl.zeros([SIZE, BK], tl.float32)
-    d_left = tl.zeros([SIZE, BK], tl.float32)
-    for j in range(0, V, BV):
-        vc = j + tl.arange(0, BV)
-        v_mask = inside[:, None] & (vc[None, :] < V)
-        s_mask = (cols[:, None] < K) & (vc[None, :] < V)
-        value_at = token * V + own * V + vc[None, :]
-        dO = tl.load(do + value_at, mask=v_mask, other=0.0)
-        U = tl.load(v_new + value_at, mask=v_mask, other=0.0)
-        S = tl.load(h + state_at + vc[None, :], mask=s_mask, other=0.0)
-        dS = tl.load(dh + state_at + vc[None, :], mask=s_mask, other=0.0)
-        d_queries += tl.dot(dO, tl.trans(S), input_precision=PRECISION)
-        d_left += tl.dot(U, tl.trans(dS), input_precision=PRECISION)
-    # a loop of its own: see `inverse_norm`
-    kept = tl.zeros([BK], tl.float32)
-    for j in range(0, V, BV):
-        vc = j + tl.arange(0, BV)
-        s_mask = (cols[:, None] < K) & (vc[None, :] < V)
-        S = tl.load(h + state_at + vc[None, :], mask=s_mask, other=0.0).to(tl.float32)
-        dS = tl.load(dh + state_at + vc[None, :], mask=s_mask, other=0.0).to(tl.float32)
-        kept += tl.sum(S * dS, 1)
     Q = tl.load(q + batch64 * q_b + first64 * q_t + head * q_h + time * q_t + cols[None, :], mask=mask, other=0.0)
     keys = tl.load(k + batch64 * k_b + first64 * k_t + head * k_h + time * k_t + cols[None, :], mask=mask, other=0.0)
     q_norm = tl.full([SIZE], 1.0, tl.float32)
@@ -387,20 +365,11 @@ def channels_backward(
     unit_Q, unit_keys = Q.to(tl.float32) * q_norm[:, None], keys.to(tl.float32) * k_norm[:, None]
     Gc = tl.load(G + at, mask=mask, other=0.0)
     G_last = tl.load(G + token * K + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
-    grown = tl.exp(Gc)
-    d_query = d_queries * grown * scale
-    d_key = tl.load(d_grown + at, mask=mask, other=0.0).to(tl.float32) * grown
-    dG = unit_Q * d_query + unit_keys * d_key
-    left = d_left * tl.exp(G_last[None, :] - Gc)
-    d_key += left
-    # the keys that the next state takes carry e^{G_C - G}, of the last step 1 whatever G is
-    carried = tl.where((steps < count - 1)[:, None], unit_keys * left, 0.0)
-    at_last = tl.sum(carried, 0) + kept * tl.exp(G_last)
-    dG += tl.where((steps == count - 1)[:, None], at_last[None, :], -carried)
     # a step with itself
     diagonal = tl.load(d_attend + token * SIZE + own1 * SIZE + steps, mask=inside, other=0.0).to(tl.float32)[:, None]
-    d_query += diagonal * unit_keys
-    d_key += diagonal * unit_Q
+    d_query = diagonal * unit_keys
+    d_key = diagonal * unit_Q
+    dG = tl.zeros([SIZE, BK], tl.float32)
     # within the chunk
     square = token * SIZE + own * SIZE + steps[None, :]
     if BY_HALVES:
@@ -431,16 +400,52 @@ def channels_backward(
         away = from_middle(Gc, G + token * K, cols, cols < K, mask, count, HV, K)
         later, sooner = tl.exp(away), tl.exp(-away)
         before = (steps[:, None] > steps[None, :]) & inside[:, None]
-        after = (steps[:, None] < steps[None, :]) & inside[:, None]
         x_q, x_k = (unit_Q * later).to(Q.dtype), (unit_keys * later).to(Q.dtype)
         y = (unit_keys * sooner).to(Q.dtype)
-        dx_q = tl.dot(tl.load(d_attend + square, mask=before, other=0.0), y, input_precision=PRECISION)
-        dx_k = tl.dot(tl.load(d_lower + square, mask=before, other=0.0), y, input_precision=PRECISION)
-        dy = tl.dot(tl.load(d_attend + square, mask=after, other=0.0), x_q, input_precision=PRECISION)
-        dy += tl.dot(tl.load(d_lower + square, mask=after, other=0.0), x_k, input_precision=PRECISION)
+        dM = tl.load(d_attend + square, mask=before, other=0.0)
+        dA = tl.load(d_lower + square, mask=before, other=0.0)
+        dx_q = tl.dot(dM, y, input_precision=PRECISION)
+        dx_k = tl.dot(dA, y, input_precision=PRECISION)
+        dy = tl.dot(tl.trans(dM), x_q, input_precision=PRECISION)
+        dy += tl.dot(tl.trans(dA), x_k, input_precision=PRECISION)
         d_query += dx_q * later
         d_key += dx_k * later + dy * sooner
         dG += x_q.to(tl.float32) * dx_q + x_k.to(tl.float32) * dx_k - y.to(tl.float32) * dy
+    # through the states
+    d_queries = tl.zeros([SIZE, BK], tl.float32)
+    d_left = tl.zeros([SIZE, BK], tl.float32)
+    for j in range(0, V, BV):
+        vc = j + tl.arange(0, BV)
+        v_mask = inside[:, None] & (vc[None, :] < V)
+        s_mask = (cols[:, None] < K) & (vc[None, :] < V)
+        value_at = token * V + own * V + vc[None, :]
+        dO = tl.load(do + value_at, mask=v_mask, other=0.0)
+        U = tl.load(v_new + value_at, mask=v_mask, other=0.0)
+        S = tl.load(h + state_at + vc[None, :], mask=s_mask, other=0.0)
+        dS = tl.load(dh + state_at + vc[None, :], mask=s_mask, other=0.0)
+        d_queries += tl.dot(dO, tl.trans(S), input_precision=PRECISION)
+        d_left += tl.dot(U, tl.trans(dS), input_precision=PRECISION)
+    # a loop of its own: see `inverse_norm`
+    kept = tl.zeros([BK], tl.float32)
+    for j in range(0, V, BV):
+        vc = j + tl.arange(0, BV)
+        s_mask = (cols[:, None] < K) & (vc[None, :] < V)
+        S = tl.load(h + state_at + vc[None, :], mask=s_mask, other=0.0).to(tl.float32)
+        dS = tl.load(dh + state_at + vc[None, :], mask=s_mask, other=0.0).to(tl.float32)
+        kept += tl.sum(S * dS, 1)
+    grown = tl.exp(Gc)
+    through = d_queries * grown * scale
+    d_query += through
+    dG += unit_Q * through
+    through = tl.load(d_grown + at, mask=mask, other=0.0).to(tl.float32) * grown
+    d_key += through
+    dG += unit_keys * through
+    left = d_left * tl.exp(G_last[None, :] - Gc)
+    d_key += left
+    # the keys that the next state takes carry e^{G_C - G}, of the last step 1 whatever G is
+    carried = tl.where((steps < count - 1)[:, None], unit_keys * left, 0.0)
+    at_last = tl.sum(carried, 0) + kept * tl.exp(G_last)
+    dG += tl.where((steps == count - 1)[:, None], at_last[None, :], -carried)
     d_gate = tl.cumsum(tl.where(mask, dG, 0.0), 0, reverse=True)
     if GATE:
         raw = tl.load(g + batch64 * g_b + first64 * g_t + hv64 * g_h + time * g_t + cols[None, :], mask=mask, other=0.0)
