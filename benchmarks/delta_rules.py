@@ -1,178 +1,191 @@
-"""Times of the gated delta rule and KDA on a GPU: forward, forward with backward, peak memory, decoding, first call.
+"""Times of the gated delta rule and KDA on a GPU: forward, forward with backward, peak memory, decoding, first call; of each
+backend that can run here and, with --fla, of flash-linear-attention, in one run on one card.
 
-    python benchmarks/delta_rules.py --json benchmarks/results/delta_rules.json
+    python benchmarks/delta_rules.py --json benchmarks/results/delta_rules.json --fla folder/of/fla-core
 
-Each shape is first compared with the reference in float64 (a slice of it, over heads), so that no time stands beside a wrong
-result. Inputs: q and v normal, k normal and of length 1, gates logsigmoid(normal), beta uniform; bfloat16.
+Beside each time stands the error of the same backend against the definition in float64, on 320 steps of two heads. Inputs
+are those of `_delta_rule_inputs.py`, never zeros. FLA runs in a process of its own, because its import name is `fla` too:
+put the folder that its distribution was unpacked into after --fla. It tunes itself for minutes first, which shows as
+`forward_first_s` and `both_first_s`. FlashKDA takes raw gates only: `vendors.py` measures it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import platform
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from _delta_rule_inputs import NAMES, definition, inputs, relative
+from _gpu import gpu_ms, peak_mib, wall_ms
 
-from fla.ops.backends import explain, use_backend
-from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from fla.ops.kda import chunk_kda, fused_recurrent_kda
-
+OPS = ('gated_delta_rule', 'kda')
 SHAPES = ((4, 2048, 16, 128), (1, 8192, 96, 128))
 DECODE = (1, 32, 256)
-CHUNKED = {'gated_delta_rule': chunk_gated_delta_rule, 'kda': chunk_kda}
+FLA = 'flash-linear-attention'
+BACKENDS = {'gated_delta_rule': ('default', 'tilelang', 'flash_qla'), 'kda': ('default', 'tilelang')}
 
 
-def inputs(op: str, batch: int, length: int, heads: int, dim: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """q, k, v, g, beta of one distribution for every implementation."""
-    generator = torch.Generator('cuda').manual_seed(seed)
+def function_of(op: str, kind: str) -> Any:
+    if op == 'kda':
+        from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device='cuda')
+        return {'chunk': chunk_kda, 'decode': fused_recurrent_kda}[kind]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
-    q, k, v = (normal(batch, length, heads, dim) for _ in range(3))
-    g = F.logsigmoid(normal(batch, length, heads, *([dim] if op == 'kda' else [])))
-    beta = torch.rand((batch, length, heads), generator=generator, device='cuda')
-    half = torch.bfloat16
-    return q.to(half), F.normalize(k, dim=-1).to(half), v.to(half), g, beta
+    return {'chunk': chunk_gated_delta_rule, 'decode': fused_recurrent_gated_delta_rule}[kind]
 
 
-def relative(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative RMS error."""
-    return float((result.double() - exact.double()).norm() / exact.double().norm())
+def only(backend: str, op: str) -> Any:
+    """Within it, this backend runs, or the call raises."""
+    if backend == FLA:
+        return contextlib.nullcontext()
+    from fla.ops.backends import use_backend
+
+    return use_backend(backend, op=op)
 
 
-def errors(op: str, shape: tuple[int, ...]) -> dict[str, float]:
-    """Errors of outputs and gradients against the float64 reference, on the first two heads and 1024 steps."""
-    batch, length, heads, dim = shape
-    batch, length, heads = 1, min(length, 1024), min(heads, 2)
-    args = inputs(op, batch, length, heads, dim)
-    do = torch.randn(batch, length, heads, dim, device='cuda', generator=torch.Generator('cuda').manual_seed(1))
+def errors(op: str, dim: int, backward: bool) -> dict[str, float]:
+    args = inputs(op, 1, 320, 2, dim)
+    generator = torch.Generator('cuda').manual_seed(1)
+    do = torch.randn(args[2].shape, device='cuda', generator=generator)
     found = []
-    for backend, dtype in (('default', None), ('reference', torch.float64)):
-        leaves = [(x if dtype is None else x.to(dtype)).requires_grad_() for x in (a.detach().clone() for a in args)]
-        with use_backend(backend, op=op):
-            o, state = CHUNKED[op](*leaves, output_final_state=True)
-        ((o * do.to(o.dtype)).sum() + state.sum()).backward()
+    for run, dtype in ((function_of(op, 'chunk'), None), (definition, torch.float64)):
+        leaves = [(x if dtype is None else x.to(dtype)).clone().requires_grad_(backward) for x in args]
+        o, state = run(*leaves) if dtype else run(*leaves, output_final_state=True)
+        if backward:
+            ((o * do.to(o.dtype)).sum() + state.sum()).backward()
         found.append([o, state, *(leaf.grad for leaf in leaves)])
-    names = ('o', 'state', 'dq', 'dk', 'dv', 'dg', 'dbeta')
-    return {name: relative(ours, exact) for name, ours, exact in zip(names, *found, strict=True)}
-
-
-def milliseconds(function: Any, repeats: int = 30) -> float:
-    """Median of GPU times."""
-    for _ in range(3):
-        function()
-    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
-    flush = torch.empty(64 << 20, dtype=torch.int32, device='cuda')
-    for start, end in zip(starts, ends, strict=True):
-        flush.zero_()
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    times = sorted(s.elapsed_time(e) for s, e in zip(starts, ends, strict=True))
-    return times[repeats // 2]
+    names = ('o', 'state', *(f'd{name}' for name in NAMES))
+    return {name: relative(ours, exact) for name, ours, exact in zip(names, *found, strict=True) if ours is not None}
 
 
 def chunked(op: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """One shape: times in ms, peak memory of forward and backward in MiB beyond the inputs."""
+    """One shape: times in ms, peak memory of forward and backward in MiB beyond the inputs. None: refused."""
+    call = function_of(op, 'chunk')
     args = inputs(op, *shape)
-    began = time.perf_counter()
-    with torch.no_grad():
-        CHUNKED[op](*args)
-    torch.cuda.synchronize()
-    first = time.perf_counter() - began
-    leaves = [a.requires_grad_() for a in args]
     do = torch.randn_like(args[2])
+
+    leaves = [a.clone().requires_grad_() for a in args]
 
     def forward() -> None:
         with torch.no_grad():
-            CHUNKED[op](*args)
+            call(*args)
 
     def both() -> None:
-        torch.autograd.grad(CHUNKED[op](*leaves)[0], leaves, do)
+        torch.autograd.grad(call(*leaves)[0], leaves, do)
 
-    began = time.perf_counter()
-    both()
-    torch.cuda.synchronize()
-    first_both = time.perf_counter() - began
-    row = {'op': op, 'shape': shape, 'backend': explain(CHUNKED[op], *args).winner, 'errors': errors(op, shape)}
-    row |= {'first_forward_s': first, 'first_backward_s': first_both}
-    row |= {'forward_ms': milliseconds(forward), 'both_ms': milliseconds(both)}
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    both()
-    row['peak_mib'] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    row: dict[str, Any] = {}
+    for name, wanted in (('forward', forward), ('both', both)):
+        try:
+            began = time.perf_counter()
+            wanted()
+            torch.cuda.synchronize()
+        except Exception as refused:
+            row[f'{name}_refused'] = f'{type(refused).__name__}: {refused}'.splitlines()[0][:300]
+            continue
+        row[f'{name}_first_s'] = time.perf_counter() - began
+        row[f'{name}_ms'] = gpu_ms(wanted)
+        row[f'{name}_wall_ms'] = wall_ms(wanted, calls=20, rounds=5)
+        row[f'{name}_peak_mib'] = peak_mib(wanted)
+    if 'forward_ms' in row:
+        row['errors'] = errors(op, shape[-1], backward='both_ms' in row)
     return row
 
 
 def decoding(op: str, batch: int, heads: int = 16, dim: int = 128) -> dict[str, Any]:
     """One decode step: GPU time by graph replay, wall time of calls in a row, in µs."""
-    q, k, v, g, beta = inputs(op, batch, 1, heads, dim)
+    args = inputs(op, batch, 1, heads, dim)
+    named = dict(zip(NAMES, args, strict=True))
     state = torch.randn(batch, heads, dim, dim, device='cuda')
+    call = function_of(op, 'decode')
 
     def step() -> Any:
-        if op == 'kda':
-            return fused_recurrent_kda(q, k, v, g, beta, initial_state=state, output_final_state=True)
-        return fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, initial_state=state, output_final_state=True)
+        return call(**named, initial_state=state, output_final_state=True)
 
     with torch.no_grad():
-        o, _ = step()
-        with use_backend('reference', op=op):
-            exact = (
-                fused_recurrent_kda(*(x.double() for x in (q, k, v, g, beta)), initial_state=state.double())
-                if op == 'kda'
-                else fused_recurrent_gated_delta_rule(
-                    *(x.double() for x in (q, k, v, g)), beta=beta.double(), initial_state=state.double()
-                )
-            )[0]
+        o, final = step()
+        exact = definition(*(x.double() for x in args), initial_state=state.double())
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(20):
                 step()
-        gpu = milliseconds(graph.replay) / 20 * 1000
-        best = float('inf')
-        for _ in range(5):
-            began = time.perf_counter()
-            for _ in range(500):
-                step()
-            best = min(best, (time.perf_counter() - began) / 500)
+        gpu = gpu_ms(graph.replay) / 20 * 1000
+        # fewer in a row than the GPU's queue holds: launching never waits
+        wall = wall_ms(step, calls=100, rounds=50) * 1000
+        launch = float('inf')
+        for _ in range(50):
             torch.cuda.synchronize()
-    return {'op': op, 'batch': batch, 'gpu_us': gpu, 'wall_us': best * 1e6, 'error': relative(o, exact)}
+            began = time.perf_counter()
+            for _ in range(100):
+                step()
+            launch = min(launch, (time.perf_counter() - began) / 100)
+    error = {'o': relative(o, exact[0]), 'state': relative(final, exact[1])}
+    return {'gpu_us': gpu, 'wall_us': wall, 'host_us': launch * 1e6, 'errors': error}
+
+
+def rows(backends: list[str] | None, ops: list[str], shapes: list[tuple[int, ...]]) -> Any:
+    for op in ops:
+        for backend in backends or BACKENDS[op]:
+            with only(backend, op):
+                for shape in shapes:
+                    yield {'op': op, 'backend': backend, 'shape': shape, **chunked(op, shape)}
+                if backend not in ('default', FLA):
+                    continue
+                for batch in DECODE:
+                    yield {'op': op, 'backend': backend, 'decode': batch, **decoding(op, batch)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--json', type=Path)
+    parser.add_argument('--json', type=Path, help='write the results there')
+    parser.add_argument('--fla', type=Path, help='folder of an unpacked fla-core: measure it as well')
+    parser.add_argument('--op', choices=OPS, action='append', help='only this operation')
+    parser.add_argument('--backend', action='append', help='only this backend')
+    parser.add_argument('--shape', type=int, choices=range(len(SHAPES)), action='append', help=f'only these of {SHAPES}')
+    parser.add_argument('--lines', action='store_true', help='a JSON object a line: how the process for FLA answers')
     options = parser.parse_args()
+    ops = options.op or list(OPS)
+    shapes = [SHAPES[i] for i in options.shape or range(len(SHAPES))]
+    if options.lines:
+        for row in rows([FLA], ops, shapes):
+            print(json.dumps(row), flush=True)
+        return
     import triton
 
     result: dict[str, Any] = {
         'card': torch.cuda.get_device_name(),
         'versions': {'torch': torch.__version__, 'triton': triton.__version__, 'python': platform.python_version()},
+        'cores': os.cpu_count(),
         'command': ' '.join(['python', *sys.argv]),
-        'chunked': [],
-        'decoding': [],
+        'rows': [],
     }
-    print(result['card'], result['versions'])
-    for op in CHUNKED:
-        for shape in SHAPES:
-            row = chunked(op, shape)
-            result['chunked'].append(row)
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        for batch in DECODE:
-            row = decoding(op, batch)
-            result['decoding'].append(row)
-            print(row, flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + '\n')
+
+    def add(row: dict[str, Any]) -> None:
+        result['rows'].append(row)
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + '\n')
+
+    for row in rows(options.backend, ops, shapes):
+        add(row)
+    if options.fla:
+        path = os.pathsep.join([str(options.fla), os.environ.get('PYTHONPATH', '')])
+        command = [sys.executable, __file__, '--lines', *(f'--op={op}' for op in ops)]
+        command += [f'--shape={i}' for i in options.shape or ()]
+        with subprocess.Popen(command, env={**os.environ, 'PYTHONPATH': path}, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout
+            for line in process.stdout:
+                if line.startswith('{'):
+                    add(json.loads(line))
 
 
 if __name__ == '__main__':

@@ -1,0 +1,48 @@
+"""Inputs of the delta rules, and their definition in float64: for whichever package named `fla` is on the path."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+NAMES = ('q', 'k', 'v', 'g', 'beta')
+
+
+def inputs(op: str, batch: int, length: int, heads: int, dim: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """q and v normal, k normal and of length 1, g = logsigmoid(normal), beta uniform; bfloat16, gates float32."""
+    generator = torch.Generator('cuda').manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device='cuda')
+
+    q, k, v = (normal(batch, length, heads, dim) for _ in range(3))
+    g = F.logsigmoid(normal(batch, length, heads, *([dim] if op == 'kda' else [])))
+    beta = torch.rand((batch, length, heads), generator=generator, device='cuda')
+    half = torch.bfloat16
+    return q.to(half), F.normalize(k, dim=-1).to(half), v.to(half), g, beta
+
+
+def definition(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S <- diag(e^g) S, S <- S + beta k (v - k^T S)^T, o = scale q^T S, one step after the other; o and the last S."""
+    (batch, length, heads, dim), value_dim = q.shape, v.shape[-1]
+    decay = (g if g.dim() == 4 else g[..., None]).exp()
+    state = q.new_zeros(batch, heads, dim, value_dim) if initial_state is None else initial_state
+    outputs = []
+    for t in range(length):
+        state = state * decay[:, t, :, :, None]
+        update = (v[:, t] - torch.einsum('bhk,bhkv->bhv', k[:, t], state)) * beta[:, t, :, None]
+        state = state + torch.einsum('bhk,bhv->bhkv', k[:, t], update)
+        outputs.append(torch.einsum('bhk,bhkv->bhv', q[:, t], state) * dim**-0.5)
+    return torch.stack(outputs, 1), state
+
+
+def relative(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative RMS error."""
+    return float((result.detach().double() - exact.detach().double()).norm() / exact.detach().double().norm())
