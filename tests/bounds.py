@@ -13,6 +13,10 @@ each row and of everything. 1.5 times the largest relative RMS on the grid (`pyt
 forward and backward; the bound of a kernel is 1.5 times the largest error that makes on the grid
 (`python -m tests.bounds`).
 
+**Kernels off the grid**, at other sizes, lengths and gates: the worst row is the one whose terms cancel most, and the more
+rows there are, the worse it is, for `HalfOperands` as well. There a row is a block of 16 steps of a head, or the state of a
+head; and where `HalfOperands` makes larger relative RMS errors on such a case than on the grid, 1.5 times those hold.
+
 **Gradients of gates** are differences of terms that cancel at strong gates. Their error is divided by
 max(RMS of the gradient, 1e-3 * RMS of those terms): q times its gradient, which is one of them. A row of theirs, and of
 the gradient of beta, is a block of 16 steps of a head: a single number of them may be the rounding of two large ones.
@@ -76,6 +80,17 @@ def of_kernel(name: str, operands: torch.dtype) -> tuple[float, float]:
         return EXACT[operands], EXACT[operands]
     rms, row = _HALF[operands][name]
     return 1.5 * rms, 1.5 * row
+
+
+def off_grid(name: str, operands: torch.dtype, emulated: float) -> tuple[float, float]:
+    """As `of_kernel`, of a case that is not on the grid, where `HalfOperands` makes the relative RMS error `emulated`."""
+    rms, row = of_kernel(name, operands)
+    return (rms if operands in EXACT else max(rms, 1.5 * emulated)), row
+
+
+def of_norm(dtype: torch.dtype) -> float:
+    """Bound of the relative RMS of a kernel that divides rows by their norms: one sum in float32, rounded once."""
+    return 1e-6 if dtype == torch.float32 else of_reference(dtype)[0]
 
 
 def _rms(x: torch.Tensor) -> float:

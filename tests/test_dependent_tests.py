@@ -244,7 +244,7 @@ def record():
 """
 SAMPLES = {
     'tests/backends/test_cli.py::test_validate': 'fla.ops.kda.backends.flash_kda',
-    'tests/ops/gated_delta_rule/test_kernels.py::test_beta_of_zero': 'fla.ops.gated_delta_rule.kernels.backward',
+    'tests/ops/test_kernels.py::test_beta_of_zero': 'fla.ops.gated_delta_rule.kernels.backward',
     'tests/modules/test_paths.py::test_import_paths': 'fla.modules.rotary',
     'tests/ops/test_delta_rules.py::test_the_definition_is_the_product_of_its_transitions': 'fla.ops.kda.naive',
 }

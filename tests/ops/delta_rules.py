@@ -116,6 +116,29 @@ def case(
     return Case({name: x.to(device) for name, x in tensors.items()}, cu_seqlens, options, per_channel)
 
 
+def like(x: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, NaN in the gaps."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    room = x.detach().new_full((span if x.numel() else 0,), float('nan'))
+    return room.as_strided(x.shape, x.stride()).copy_(x.detach())
+
+
+def strided(given: Case) -> Case:
+    """The same numbers in tensors that are not contiguous: heads before steps, gaps of NaN around every row."""
+    found = {}
+    for name, x in given.tensors.items():
+        if x.dim() == 4 and name != 'initial_state':
+            room = x.new_full((x.shape[0], x.shape[2], x.shape[1] + 1, x.shape[3] + 3), float('nan'))
+            found[name] = room[:, :, 1:, 2:-1].transpose(1, 2).copy_(x)
+        elif x.dim() == 3:
+            found[name] = x.transpose(1, 2).contiguous().transpose(1, 2)
+        elif x.dim() == 4:
+            found[name] = x.transpose(2, 3).contiguous().transpose(2, 3)
+        else:
+            found[name] = x
+    return given.with_tensors(**found)
+
+
 def normalised(x: torch.Tensor) -> torch.Tensor:
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
@@ -138,23 +161,34 @@ def prepare(given: Case, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return out
 
 
-def definition(given: Case, tensors: dict[str, torch.Tensor]):
-    """o, the final state as the function lays it out, and the q that the recurrence saw."""
+def definition(given: Case, tensors: dict[str, torch.Tensor], recurrence=None):
+    """o, the final state as the function lays it out, and the q that the recurrence saw. `recurrence` may stand for the
+    step-by-step one, which is slow for long sequences."""
     ready = prepare(given, tensors)
-    naive = naive_recurrent_kda if given.per_channel else naive_recurrent_gated_delta_rule
-    o, state = naive(**ready, scale=given.options.get('scale'), output_final_state=True, cu_seqlens=given.cu_seqlens)
+    run = recurrence or (naive_recurrent_kda if given.per_channel else naive_recurrent_gated_delta_rule)
+    o, state = run(**ready, scale=given.options.get('scale'), output_final_state=True, cu_seqlens=given.cu_seqlens)
     return o, state.transpose(-1, -2) if given.options.get('state_v_first') else state, ready['q']
 
 
-def measure(given: Case, run) -> dict[str, tuple[float, float, torch.dtype]]:
+def measure(
+    given: Case, run, recurrence=None, gradients: bool = True, blocks: bool = False
+) -> dict[str, tuple[float, float, torch.dtype]]:
     """(relative RMS error, worst row, dtype) of every output and gradient of `run(tensors)`, which returns o and the final
-    state."""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in given.tensors.items()}
-    exact = {name: x.detach().double().requires_grad_() for name, x in given.tensors.items()}
+    state; `recurrence` as for `definition`. With `blocks`, rows are those of `bounds` off the grid."""
+    leaves = {name: like(x).requires_grad_(gradients) for name, x in given.tensors.items()}
+    exact = {name: x.detach().double().requires_grad_(gradients) for name, x in given.tensors.items()}
     o, final = run(leaves)
-    expected_o, expected_final, seen = definition(given, exact)
+    expected_o, expected_final, seen = definition(given, exact, recurrence)
     assert o.shape == expected_o.shape
     assert final.shape == expected_final.shape
+    assert o.is_contiguous()
+    for name, x in leaves.items():
+        assert torch.equal(x, given.tensors[name]), f'{name} was changed'
+    if not gradients:
+        pairs = {'o': (expected_o, o), 'final': (expected_final, final)}
+        return {
+            n: (bounds.relative_rms(*xs), bounds.worst_row(*rows(n, blocks, *xs)), xs[1].dtype) for n, xs in pairs.items()
+        }
     torch.manual_seed(5)
     do, d_final = torch.randn_like(o), torch.randn_like(final)
     loss = (expected_o * do.double()).sum() + (expected_final * d_final.double()).sum()
@@ -170,9 +204,16 @@ def measure(given: Case, run) -> dict[str, tuple[float, float, torch.dtype]]:
     for name, (right, gradient) in pairs.items():
         least = {'dg': floor, 'dA_log': summed, 'ddt_bias': summed}.get(name, 0.0)
         right, gradient = right.detach(), gradient.detach()
-        rows = [bounds.in_blocks(x) if name in ('dg', 'dbeta') else x for x in (right, gradient)]
-        found[name] = bounds.relative_rms(right, gradient, least), bounds.worst_row(*rows, least), gradient.dtype
+        worst = bounds.worst_row(*rows(name, blocks, right, gradient), least)
+        found[name] = bounds.relative_rms(right, gradient, least), worst, gradient.dtype
     return found
+
+
+def rows(name: str, blocks: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """With the rows that `bounds.worst_row` compares as the last dimension."""
+    if name in ('dg', 'dbeta') or (blocks and name in ('o', 'dq', 'dk', 'dv')):
+        return [bounds.in_blocks(x) for x in tensors]
+    return [x.flatten(-2) if blocks and name in ('final', 'dinitial_state') else x for x in tensors]
 
 
 def given_floor(q: torch.Tensor, d_q: torch.Tensor, per_channel: bool) -> float:

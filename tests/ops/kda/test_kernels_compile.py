@@ -3,8 +3,10 @@
 import pytest
 
 pytest.importorskip('triton')
-from fla.ops.kda.kernels.launch import chunk_backward, chunk_forward
-from tests.ops.kda.test_kernels import BF16, EVERYTHING, FP32, case
+from fla.ops.kda import chunk_kda
+from fla.ops.kda.kernels.launch import Settings, chunk_backward, chunk_forward
+from tests.ops.delta_rules import case
+from tests.ops.kernels import BF16, EVERYTHING, FP32
 from tests.triton_support.compile_only import compile_only
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]
@@ -15,10 +17,11 @@ pytestmark = [pytest.mark.triton, pytest.mark.slow]
     [((9, 0), BF16, 128), ((8, 0), BF16, 128), ((10, 0), BF16, 128), ((12, 0), BF16, 128), ((9, 0), FP32, 256)],
 )
 def test_compiles(capability, dtype, dim):
-    inputs, settings, cu_seqlens = case(dtype, T=8, K=dim, V=dim, raw='softplus', **EVERYTHING)
-    state, A_log, dt_bias = (inputs.pop(name) for name in ('initial_state', 'A_log', 'dt_bias'))
+    given = case(chunk_kda, dtype=dtype, T=8, HV=2, K=dim, V=dim, **EVERYTHING)
+    q, k, v, g, beta, A_log, dt_bias, state = given.tensors.values()
+    settings = Settings(dim**-0.5, normalise=True, gate=True, sigmoid=True, double=True, v_first=True)
     with compile_only(capability) as compiled:
-        o, final, saved, _ = chunk_forward(*inputs.values(), settings, state, True, A_log, dt_bias, cu_seqlens)
+        o, final, saved, _ = chunk_forward(q, k, v, g, beta, settings, state, True, A_log, dt_bias)
         chunk_backward(saved, settings, o, final)
     print(*compiled, sep='\n')
     backward = {'outputs_backward', 'states_backward', 'pairs_backward', 'channels_backward', 'heads_backward'}

@@ -1,0 +1,42 @@
+"""The kernels of the chunked gated delta rule compile, and fit, on GPUs that are not here."""
+
+import pytest
+
+pytest.importorskip('triton')
+import triton
+
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from fla.ops.gated_delta_rule.chunk import CompilesHere
+from fla.ops.gated_delta_rule.kernels.launch import Options, chunk_backward, chunk_forward
+from fla.utils.devices import Device
+from tests.ops.delta_rules import FLAGS, RAW, case
+from tests.ops.kernels import BF16, FP32
+from tests.triton_support.compile_only import compile_only
+
+OLD_TRITON = tuple(int(part) for part in triton.__version__.split('.')[:2]) < (3, 9)
+
+
+@pytest.mark.parametrize(
+    ('capability', 'version', 'usable'), [((10, 0), '3.6.0', False), ((10, 0), '3.9.0', True), ((9, 0), '3.6.0', True)]
+)
+def test_the_default_says_where_it_does_not_compile(monkeypatch, capability, version, usable):
+    monkeypatch.setattr(triton, '__version__', version)
+    verdict, reason = CompilesHere().probe(Device('cuda', 0, 'some GPU', capability))
+    assert (verdict, 'needs Triton 3.9' in str(reason)) == (usable, not usable)
+
+
+@pytest.mark.triton
+@pytest.mark.slow
+@pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize(('dtype', 'dim'), [(BF16, 128), (FP32, 256)])
+def test_compiles(request, capability, dtype, dim):
+    """And fits: see `compile_only`."""
+    if capability == (10, 0) and OLD_TRITON:
+        request.applymarker(pytest.mark.xfail(strict=True, reason='Triton before 3.9; the default says so there'))
+    given = case(chunk_gated_delta_rule, dtype=dtype, K=dim, V=dim, device='meta', **RAW, **FLAGS)
+    tensors = [given.tensors[name] for name in ('q', 'k', 'v', 'g', 'beta', 'A_log', 'dt_bias', 'initial_state')]
+    options = Options(dim**-0.5, **RAW, **FLAGS)
+    with compile_only(capability) as compiled:
+        o, final, G, inverse = chunk_forward(*tensors, None, options, True)
+        chunk_backward(*tensors, None, G, inverse, o, final, options)
+    print(*compiled, sep='\n')
