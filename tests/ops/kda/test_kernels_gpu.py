@@ -1,21 +1,65 @@
-"""The kernels of chunked KDA on a GPU, at sizes that the interpreter is too slow for."""
+"""The kernels of Kimi delta attention on a GPU, at sizes that the interpreter is too slow for."""
 
 import pytest
 
 pytest.importorskip('triton')
-from tests.ops.kda.test_kernels import BF16, EVERYTHING, FP16, FP32, check
+from fla.ops.kda import chunk_kda, fused_recurrent_kda
+from tests.ops import gpu
 
 pytestmark = pytest.mark.gpu
+CHUNK, RECURRENT = chunk_kda, fused_recurrent_kda
+RAW = [
+    {'use_gate_in_kernel': True},
+    {'use_gate_in_kernel': True, 'lower_bound': -5.0},
+    {'use_gate_in_kernel': True, 'lower_bound': -5.0, 'A_log': False, 'dt_bias': False},
+]
 
 
-@pytest.mark.parametrize('dtype', [BF16, FP16, FP32])
-@pytest.mark.parametrize('dim', [128, 64, 256, 100])
-@pytest.mark.parametrize('gates', [{'strength': 1.0}, {'strength': 1e-3}, {'strength': 10.0}])
-def test_against_definition(dtype, dim, gates):
-    check(dtype, T=333, B=2, H=2, HV=4, K=dim, V=dim, device='cuda', **gates)
+@gpu.every_dtype
+@gpu.every_size
+def test_sizes(dtype, sizes):
+    gpu.sizes(CHUNK, dtype, sizes)
 
 
-@pytest.mark.parametrize('dtype', [BF16, FP32])
-@pytest.mark.parametrize('raw', ['softplus', 'bounded', 'bounded, no rate'])
-def test_packed_with_everything(dtype, raw):
-    check(dtype, lens=[0, 1, 130, 64, 0, 65, 3], K=128, V=128, raw=raw, keep=True, device='cuda', **EVERYTHING)
+@gpu.every_dtype
+def test_gates(dtype):
+    gpu.gates(CHUNK, dtype)
+
+
+@gpu.every_dtype
+def test_lengths(dtype):
+    gpu.lengths(CHUNK, dtype)
+
+
+@gpu.every_dtype
+def test_packed(dtype):
+    gpu.packed(CHUNK, dtype)
+
+
+@pytest.mark.parametrize('flags', [*gpu.FLAG_SETS, *RAW], ids=gpu.name_of_flags)
+@gpu.every_dtype
+def test_flags(dtype, flags):
+    gpu.flags(CHUNK, dtype, flags)
+
+
+@pytest.mark.parametrize('flags', [{}, *gpu.FLAG_SETS, *RAW], ids=gpu.name_of_flags)
+@gpu.every_dtype
+def test_decoding(dtype, flags):
+    gpu.decoding(RECURRENT, dtype, flags)
+
+
+@pytest.mark.parametrize('function', [CHUNK, RECURRENT], ids=['chunk', 'recurrent'])
+def test_strided_inputs(function):
+    gpu.strided_inputs(function)
+
+
+def test_same_bits_twice():
+    gpu.same_bits_twice(CHUNK)
+
+
+def test_kept_tensors_give_the_same_bits():
+    gpu.same_bits_twice(CHUNK, disable_recompute=True)
+
+
+def test_without_dispatch():
+    gpu.without_dispatch(CHUNK)

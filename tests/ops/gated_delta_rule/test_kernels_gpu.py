@@ -1,0 +1,57 @@
+"""The kernels of the gated delta rule on a GPU, at sizes that the interpreter is too slow for."""
+
+import pytest
+
+pytest.importorskip('triton')
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from tests.ops import gpu
+
+pytestmark = pytest.mark.gpu
+CHUNK, RECURRENT = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+RAW = [{'use_gate_in_kernel': True}, {'use_gate_in_kernel': True, 'dt_bias': False}]
+
+
+@gpu.every_dtype
+@gpu.every_size
+def test_sizes(dtype, sizes):
+    gpu.sizes(CHUNK, dtype, sizes)
+
+
+@gpu.every_dtype
+def test_gates(dtype):
+    gpu.gates(CHUNK, dtype)
+
+
+@gpu.every_dtype
+def test_lengths(dtype):
+    gpu.lengths(CHUNK, dtype)
+
+
+@gpu.every_dtype
+def test_packed(dtype):
+    gpu.packed(CHUNK, dtype)
+
+
+@pytest.mark.parametrize('flags', [*gpu.FLAG_SETS, *RAW], ids=gpu.name_of_flags)
+@gpu.every_dtype
+def test_flags(dtype, flags):
+    gpu.flags(CHUNK, dtype, flags)
+
+
+@pytest.mark.parametrize('flags', [{}, *gpu.FLAG_SETS, *RAW], ids=gpu.name_of_flags)
+@gpu.every_dtype
+def test_decoding(dtype, flags):
+    gpu.decoding(RECURRENT, dtype, flags)
+
+
+@pytest.mark.parametrize('function', [CHUNK, RECURRENT], ids=['chunk', 'recurrent'])
+def test_strided_inputs(function):
+    gpu.strided_inputs(function)
+
+
+def test_same_bits_twice():
+    gpu.same_bits_twice(CHUNK)
+
+
+def test_without_dispatch():
+    gpu.without_dispatch(CHUNK)

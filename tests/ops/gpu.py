@@ -1,0 +1,142 @@
+"""Tests on a GPU that both delta rules share. A test holds together what the same compiled kernels serve, because another
+process would compile them again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+
+from tests.markdown import ROOT
+from tests.ops.delta_rules import FLAGS, RAW, case, name_of, strided
+from tests.ops.kernels import (
+    BF16,
+    EVERYTHING,
+    FP16,
+    FP32,
+    assert_same,
+    call,
+    check,
+    check_each,
+    everything,
+)
+
+HEADS = {'H': 2, 'HV': 4, 'device': 'cuda'}
+LARGE = {**HEADS, 'K': 128, 'V': 128}
+MEDIUM = {**HEADS, 'K': 64, 'V': 64}
+LENS = {
+    'some empty, some of one step': [0, 1, 130, 64, 0, 65, 3, 0],
+    'one': [333],
+    'all of one step': [1] * 70,
+    'all but one empty': [0, 0, 100, 0],
+}
+FLAG_SETS = [
+    FLAGS,
+    {'state_v_first': True},
+    {'initial': False},
+    {**FLAGS, 'allow_neg_eigval': True},
+    EVERYTHING,
+]
+
+every_dtype = pytest.mark.parametrize('dtype', [BF16, FP16, FP32], ids=['bf16', 'fp16', 'fp32'])
+every_size = pytest.mark.parametrize(
+    'sizes', [(128, 128), (64, 64), (256, 256), (100, 72), (64, 128), (16, 16), (1, 5)], ids=lambda s: f'{s[0]}x{s[1]}'
+)
+
+
+def name_of_flags(flags: dict) -> str:
+    return ' '.join(f'{name}={value}' for name, value in flags.items()) or 'none'
+
+
+def sizes(function, dtype, dims) -> None:
+    K, V = dims
+    check(function, case(function, dtype=dtype, **HEADS, B=2, T=333, K=K, V=V))
+
+
+def gates(function, dtype) -> None:
+    strengths = (None, 0.0, -1e-4, -1.0, -5.0, -20.0, -1000.0, 'spread', 'switch')
+    check_each(function, {str(s): {'strength': s} for s in strengths}, dtype=dtype, **LARGE, T=200)
+
+
+def lengths(function, dtype) -> None:
+    """Against the steps, not the reference, and once a length that takes many chunks."""
+    short = (1, 2, 15, 16, 17, 63, 64, 65, 129)
+    check_each(function, {str(T): {'T': T} for T in short}, dtype=dtype, **{**MEDIUM, 'HV': 2})
+    check_each(function, {str(T): {'T': T} for T in (1024, 4099)}, dtype=dtype, **MEDIUM)
+
+
+def packed(function, dtype) -> None:
+    common = {'dtype': dtype, **MEDIUM, **FLAGS}
+    check_each(function, {name: {'lens': lens} for name, lens in LENS.items()}, **common)
+    check_each(function, {name: {'lens': lens, 'index': torch.int64} for name, lens in LENS.items()}, **common)
+
+
+def flags(function, dtype, options) -> None:
+    check(function, case(function, dtype=dtype, **MEDIUM, B=2, T=200, **options))
+    check(function, case(function, dtype=dtype, **MEDIUM, lens=LENS['some empty, some of one step'], **options))
+
+
+def decoding(function, dtype, options) -> None:
+    """One step, some, and packed; few heads and, for other blocks, many; gates as wide as q or in float32."""
+    shapes = {
+        'one step': {'T': 1, 'B': 3},
+        'some steps': {'T': 7, 'B': 2},
+        'packed': {'lens': [0, 1, 5, 0, 1]},
+        'packed int64': {'lens': [0, 1, 5, 0, 1], 'index': torch.int64},
+        'many heads': {'T': 1, 'B': 40},
+        'other sizes': {'T': 3, 'K': 100, 'V': 72},
+        'wide': {'T': 2, 'K': 256, 'V': 256},
+    }
+    check_each(function, shapes, **{**LARGE, 'dtype': dtype, **options})
+    if dtype != FP32 and options.get('use_gate_in_kernel'):
+        check(function, case(function, dtype=dtype, gate_dtype=dtype, T=2, **LARGE, **options))
+
+
+def strided_inputs(function) -> None:
+    for options in ({'T': 100, 'B': 2}, {'lens': [3, 0, 97]}, {'T': 1, 'B': 4}):
+        given = case(function, dtype=BF16, **MEDIUM, **options)
+        check(function, strided(given))
+        assert_same(everything(function, given), everything(function, strided(given)))
+
+
+def same_bits_twice(function, **more) -> None:
+    for options in ({'T': 333, 'B': 2}, {'lens': LENS['some empty, some of one step']}):
+        given = case(function, dtype=BF16, **LARGE, **options, **EVERYTHING)
+        assert_same(everything(function, given), everything(function, given, **more))
+
+
+_BASELINE = """
+import sys, torch
+from tests.ops import delta_rules, gpu
+function = next(f for f in delta_rules.FUNCTIONS if f.__name__ == sys.argv[1])
+assert not hasattr(function, '__fla_entry__')
+given = gpu.baseline_case(function)
+leaves = {name: x.requires_grad_() for name, x in given.tensors.items()}
+o, final = given.call(function)
+got = torch.autograd.grad(o.float().sum() + final.sum(), list(leaves.values()))
+torch.save([x.cpu() for x in (o.detach(), final.detach(), *got)], sys.argv[2])
+"""
+
+
+def baseline_case(function):
+    return case(function, dtype=BF16, **MEDIUM, T=100, **RAW)
+
+
+def without_dispatch(function) -> None:
+    """`FLA_DISABLE_BACKEND_DISPATCH=1` leaves the default alone, to the bit."""
+    given = baseline_case(function)
+    leaves = {name: x.requires_grad_() for name, x in given.tensors.items()}
+    o, final = call(function, given)
+    got = torch.autograd.grad(o.float().sum() + final.sum(), list(leaves.values()))
+    environment = {**os.environ, 'FLA_DISABLE_BACKEND_DISPATCH': '1', 'PYTHONPATH': str(ROOT)}
+    with tempfile.NamedTemporaryFile(suffix='.pt') as out:
+        command = [sys.executable, '-c', _BASELINE, name_of(function), out.name]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        found = torch.load(out.name)
+    for ours, theirs in zip((o, final, *got), found, strict=True):
+        assert torch.equal(ours.detach().cpu(), theirs)
