@@ -1,0 +1,354 @@
+"""Vendors' kernels, FlashQLA and FlashKDA, on a GPU: errors against float64 beside those of the default, then times.
+
+    pip install -e '.[vendor]'
+    python benchmarks/vendors.py --json benchmarks/results/vendors.json
+    python benchmarks/vendors.py --only qla.packed kda              # cases by the beginning of their names
+
+Each case runs in a process of its own, some at a time, since most of it is compilation; times follow when all are done. An
+error is a relative RMS; one beyond the bound of tests/bounds.py is marked `!!`, and the exit status is 1 if there is any, or
+a case that fails. Where a package is missing its cases are said to be left out. Inputs are normal, never zeros.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+# the root, for the bounds of the tests
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from _gpu import gpu_ms, peak_mib
+
+from fla.ops.backends import explain, trace, use_backend
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from fla.ops.kda import chunk_kda
+from tests import bounds
+
+FUNCTIONS = {'qla': chunk_gated_delta_rule, 'kda': chunk_kda}
+OPERATIONS = {'qla': 'gated_delta_rule', 'kda': 'kda'}
+VENDORS = {'qla': 'flash_qla', 'kda': 'flash_kda'}
+DISTRIBUTIONS = {'qla': 'flash-qla', 'kda': 'tokenspeed-flashkda'}
+TOGGLES = {'FLA_FLASH_QLA': '1', 'FLA_FLASH_KDA': '1'}
+TYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
+FLOATS = ('q', 'k', 'v', 'g', 'beta', 'initial_state', 'A_log', 'dt_bias')
+# both kernels know no other
+DIM = 128
+# each other number of heads is compiled anew by FlashQLA
+HEADS = 4
+PACKED, EMPTY = [64, 1, 300, 65, 128], [0, 64, 0, 1, 300, 65, 0]
+
+CASES: dict[str, dict[str, Any]] = {
+    'qla.dense': {'B': 2, 'T': 777, 'initial': 'fp32', 'l2norm': True},
+    'qla.one': {'B': 2, 'T': 1, 'initial': 'fp32'},
+    'qla.vfirst.bf16gates': {'B': 2, 'T': 200, 'initial': 'fp32', 'v_first': True, 'gates': 'bf16', 'l2norm': True},
+    'qla.fp16': {'B': 2, 'T': 512, 'dtype': 'fp16'},
+    'qla.strong': {'B': 2, 'T': 300, 'strength': 20.0, 'initial': 'fp32'},
+    # one sequence: FlashQLA splits it over the GPU
+    'qla.long': {'T': 8192, 'initial': 'fp32'},
+    'qla.long.weak': {'T': 8192, 'strength': 1e-3, 'initial': 'fp32'},
+    'qla.grouped': {'B': 2, 'T': 256, 'HV': 8},
+    'qla.packed': {'lens': PACKED, 'initial': 'fp32'},
+    'qla.packed.empty': {'lens': EMPTY, 'initial': 'fp32', 'l2norm': True},
+    'kda.dense': {'B': 2, 'T': 777, 'initial': 'fp32', 'v_first': True},
+    'kda.one': {'B': 3, 'T': 1, 'initial': 'fp32', 'v_first': True},
+    'kda.kv.bf16state': {'B': 2, 'T': 200, 'initial': 'bf16'},
+    'kda.plain': {'B': 2, 'T': 512, 'v_first': True},
+    'kda.norate': {'B': 2, 'T': 300, 'rate': False, 'bias': False, 'v_first': True},
+    'kda.bound1': {'B': 2, 'T': 300, 'lower': -1.0, 'v_first': True},
+    'kda.long': {'T': 8192, 'initial': 'fp32', 'v_first': True},
+    'kda.long.weak': {'T': 8192, 'shift': -8.0, 'initial': 'fp32', 'v_first': True},
+    'kda.packed': {'lens': PACKED, 'initial': 'fp32', 'v_first': True},
+    'kda.packed.empty': {'lens': EMPTY, 'initial': 'fp32', 'v_first': True},
+    'kda.packed.empty.nostate': {'lens': EMPTY, 'v_first': True},
+}
+# B, T, heads
+SHAPES = ((4, 2048, 16), (1, 8192, 96))
+
+
+def family(name: str) -> str:
+    return name.split('.')[0]
+
+
+def arguments(
+    kind: str,
+    *,
+    B: int = 1,
+    T: int = 64,
+    HV: int | None = None,
+    lens: list[int] | None = None,
+    dtype: str = 'bf16',
+    initial: str | None = None,
+    v_first: bool = False,
+    l2norm: bool = False,
+    gates: str = 'fp32',
+    strength: float | None = None,
+    rate: bool = True,
+    bias: bool = True,
+    lower: float = -5.0,
+    shift: float = 0.0,
+    heads: int = HEADS,
+) -> dict[str, Any]:
+    """Arguments of the public function, on the GPU. FlashKDA takes raw gates and logits, FlashQLA finished ones."""
+    generator = torch.Generator('cuda').manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device='cuda')
+
+    B, T, N = (1, sum(lens), len(lens)) if lens else (B, T, B)
+    HV, half = HV or heads, TYPES[dtype]
+    q, k, v = normal(B, T, heads, DIM), normal(B, T, heads, DIM), normal(B, T, HV, DIM)
+    given: dict[str, Any] = {'output_final_state': True, 'state_v_first': v_first}
+    if kind == 'kda':
+        given |= {'g': (normal(B, T, HV, DIM) + shift).to(half), 'beta': normal(B, T, HV).to(half)}
+        given |= {f'use_{what}_in_kernel': True for what in ('gate', 'qk_l2norm', 'beta_sigmoid')}
+        given |= {'safe_gate': True, 'lower_bound': lower}
+        given |= {'A_log': normal(HV) * 0.3} if rate else {}
+        given |= {'dt_bias': normal(HV * DIM) * 0.5} if bias else {}
+    else:
+        k = k if l2norm else F.normalize(k, dim=-1)
+        uniform = torch.rand((2, B, T, HV), generator=generator, device='cuda')
+        g = F.logsigmoid(normal(B, T, HV)) if strength is None else -strength * uniform[0]
+        given |= {'g': g.to(TYPES[gates]), 'beta': uniform[1].to(TYPES[gates]), 'use_qk_l2norm_in_kernel': l2norm}
+    given |= {'q': q.to(half), 'k': k.to(half), 'v': v.to(half)}
+    if lens:
+        cu_seqlens = torch.tensor([0, *lens]).cumsum(0).int()
+        given |= {'cu_seqlens': cu_seqlens.cuda(), 'cu_seqlens_cpu': cu_seqlens}
+    if initial:
+        given['initial_state'] = normal(N, HV, DIM, DIM).to(TYPES[initial])
+    return given
+
+
+def results(kind: str, backend: str, given: dict[str, Any], wide: bool = False) -> dict[str, torch.Tensor]:
+    """o, the final state and, of FlashQLA's operation, gradients: FlashKDA has none."""
+    backward = kind == 'qla'
+    tensors = {name: x.double() if wide else x.clone() for name, x in given.items() if name in FLOATS}
+    leaves = {name: x.requires_grad_(backward) for name, x in tensors.items()}
+    operation = OPERATIONS[kind]
+    with use_backend(backend, op=operation), torch.set_grad_enabled(backward), trace() as recorded:
+        o, final = FUNCTIONS[kind](**{**given, **leaves})
+    assert recorded.last_backend(operation) == backend, recorded.last_backend(operation)
+    found = {'o': o.detach(), 'final': final.detach()}
+    if backward:
+        generator = torch.Generator('cuda').manual_seed(1)
+        upstream = [torch.randn(x.shape, generator=generator, device='cuda').to(given['v'].dtype) for x in (o, final)]
+        got = torch.autograd.grad(
+            [o, final], list(leaves.values()), [x.to(y) for x, y in zip(upstream, (o, final), strict=True)]
+        )
+        found |= {f'd{name}': x for name, x in zip(leaves, got, strict=True)}
+    return found
+
+
+def case(name: str) -> dict[str, Any]:
+    """One case: errors as [vendor, default, bound], whether twice the same gave the same bits, seconds of first use."""
+    kind = family(name)
+    given = arguments(kind, **CASES[name])
+    vendor = VENDORS[kind]
+    began = time.perf_counter()
+    with torch.no_grad():
+        candidate = explain(FUNCTIONS[kind], **given)[vendor]
+    if candidate.verdict not in ('chosen', 'eligible'):
+        return {'refused': f'{candidate.verdict}: {candidate.reason}'}
+    probed = time.perf_counter()
+    exact = results(kind, 'reference', given, wide=True)
+    compiling = time.perf_counter()
+    mine = results(kind, vendor, given)
+    torch.cuda.synchronize()
+    done = time.perf_counter()
+    again, default = results(kind, vendor, given), results(kind, 'default', given)
+    errors = {}
+    for what, right in exact.items():
+        bound = bounds.of_kernel(what, given['q'].dtype)[0]
+        # see tests/bounds.py: the terms of the gates' gradient cancel
+        terms = (given['q'].double() * exact['dq']).sum(-1) if what == 'dg' else right.new_zeros(1)
+        floor = bounds.GATE_FLOOR * float(terms.square().mean().sqrt())
+        errors[what] = [*(bounds.relative_rms(right, found[what], floor) for found in (mine, default)), bound]
+    return {
+        'errors': errors,
+        'same_bits': all(torch.equal(mine[what], again[what]) for what in mine),
+        'probe_s': probed - began,
+        'first_s': done - compiling,
+        'others': elsewhere(kind, vendor, given),
+    }
+
+
+def elsewhere(kind: str, vendor: str, given: dict[str, Any]) -> dict[str, str]:
+    """Whether a compiled caller, and a CUDA graph, get what eager code gets: 'equal', 'differs', or what was raised."""
+    function, operation = FUNCTIONS[kind], OPERATIONS[kind]
+    tensors = {name: x for name, x in given.items() if name in FLOATS}
+    rest = {name: x for name, x in given.items() if name not in FLOATS}
+
+    def eager() -> tuple[torch.Tensor, ...]:
+        return tuple(function(**given))
+
+    def compiled() -> tuple[torch.Tensor, ...]:
+        return tuple(torch.compile(lambda **t: function(**t, **rest), fullgraph=True, backend='aot_eager')(**tensors))
+
+    def captured() -> tuple[torch.Tensor, ...]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = eager()
+        for x in out:
+            x.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        return out
+
+    found = {}
+    with use_backend(vendor, op=operation), torch.no_grad():
+        right = eager()
+        for what, run in (('compiled', compiled), ('captured', captured)):
+            try:
+                found[what] = 'equal' if all(map(torch.equal, right, run())) else 'differs'
+            except Exception as error:
+                found[what] = f'{type(error).__name__}: {error}'.splitlines()[0][:200]
+    return found
+
+
+def times(kind: str, shape: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
+    """Of one shape: of the vendor and of the default, with norms of q and k in the kernel and, FlashQLA, before it."""
+    batch, length, heads = shape
+    operation = OPERATIONS[kind]
+    for l2norm in (True, False) if kind == 'qla' else (True,):
+        given = arguments(kind, B=batch, T=length, heads=heads, l2norm=l2norm, v_first=kind == 'kda')
+        do = torch.randn_like(given['v'])
+        for backend in (VENDORS[kind], 'default'):
+            row: dict[str, Any] = {'op': operation, 'backend': backend, 'shape': shape, 'l2norm': l2norm}
+            with use_backend(backend, op=operation):
+                row |= measured(FUNCTIONS[kind], given, do, backward=kind == 'qla')
+            yield row
+
+
+def measured(function: Callable[..., Any], given: dict[str, Any], do: torch.Tensor, backward: bool) -> dict[str, Any]:
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items() if name in FLOATS}
+
+    def forward() -> None:
+        with torch.no_grad():
+            function(**given)
+
+    def both() -> None:
+        torch.autograd.grad(function(**{**given, **leaves})[0], list(leaves.values()), do)
+
+    row: dict[str, Any] = {}
+    for name, run in (('forward', forward), *([('both', both)] if backward else [])):
+        try:
+            row |= {f'{name}_ms': gpu_ms(run), f'{name}_peak_mib': peak_mib(run)}
+        except Exception as error:
+            row[f'{name}_refused'] = f'{type(error).__name__}: {error}'.splitlines()[0][:300]
+    return row
+
+
+def in_a_process(name: str, seconds: float) -> dict[str, Any]:
+    """`case(name)` in a child; {'failed': its last words} where that does not work."""
+    command = [sys.executable, __file__, '--case', name]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, env={**os.environ, **TOGGLES}, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {'failed': f'took more than {seconds:.0f} s'}
+    line = next((line for line in reversed(done.stdout.splitlines()) if line.startswith('{"')), None)
+    if done.returncode or line is None:
+        return {'failed': '\n'.join((done.stdout + done.stderr).splitlines()[-12:])}
+    return dict(json.loads(line))
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {'python': platform.python_version(), 'torch': torch.__version__}
+    for name in ('triton', *DISTRIBUTIONS.values()):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def shown(row: dict[str, Any]) -> str:
+    """One case as a line."""
+    if 'errors' not in row:
+        return next(f'{what} {row[what]}' for what in ('failed', 'refused') if what in row)
+    cells = [
+        f'{what} {mine:.1e}/{ours:.1e}{"" if mine <= bound else "!!"}' for what, (mine, ours, bound) in row['errors'].items()
+    ]
+    others = ', '.join(f'{what} {text}' for what, text in row['others'].items())
+    seconds = f'probe {row["probe_s"]:.1f} s, first {row["first_s"]:.1f} s'
+    return f'vendor/default: {"  ".join(cells)} | same bits: {row["same_bits"]}, {others} | {seconds}'
+
+
+def wrong(row: dict[str, Any]) -> bool:
+    return 'errors' not in row or any(not mine <= bound for mine, _, bound in row['errors'].values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--json', type=Path, metavar='PATH', help='write the results there')
+    parser.add_argument('--only', nargs='+', default=[''], metavar='NAME', help=f'of {", ".join(CASES)}')
+    parser.add_argument('--no-times', action='store_true', help='errors only')
+    parser.add_argument('--jobs', type=int, default=6, help='cases at a time (default: 6)')
+    parser.add_argument('--timeout', type=float, default=600, metavar='S', help='of a case (default: 600)')
+    parser.add_argument('--case', choices=list(CASES), help='this case here, with tracebacks; prints JSON')
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print('nothing is measured: this needs an NVIDIA GPU')
+        return 0
+    if options.case:
+        os.environ.update(TOGGLES)
+        print(json.dumps(case(options.case)))
+        return 0
+    names = [name for name in CASES if name.startswith(tuple(options.only))]
+    if not names:
+        parser.error(f'no case begins with {" or ".join(options.only)}')
+    installed = versions()
+    missing = [kind for kind in VENDORS if installed[DISTRIBUTIONS[kind]] is None]
+    for kind in missing:
+        print(f'{DISTRIBUTIONS[kind]} is not installed: its cases are left out')
+    names = [name for name in names if family(name) not in missing]
+    arguments_given = [word for word in sys.argv[1:] if word not in ('--json', str(options.json))]
+    result: dict[str, Any] = {
+        'benchmark': 'vendors',
+        'card': torch.cuda.get_device_name(),
+        'versions': installed,
+        'cores': os.cpu_count(),
+        'command': ' '.join(['python', 'benchmarks/vendors.py', *arguments_given]),
+        'cases': {},
+        'times': [],
+    }
+
+    def keep() -> None:
+        # after each row: what was measured is not lost if a later one ends the process
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(result, indent=1) + '\n')
+
+    print(result['card'], installed, flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for name, row in zip(names, pool.map(lambda name: in_a_process(name, options.timeout), names), strict=True):
+            result['cases'][name] = {'options': CASES[name], **row}
+            print(f'{name:<26} {shown(row)}', flush=True)
+            keep()
+    if not options.no_times:
+        os.environ.update(TOGGLES)
+        for kind in {family(name): None for name in names}:
+            for shape in SHAPES:
+                for row in times(kind, shape):
+                    result['times'].append(row)
+                    print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                    keep()
+    bad = [name for name in names if wrong(result['cases'][name])]
+    print(f'beyond a bound, refused or failed: {", ".join(bad) or "nothing"}')
+    return 1 if bad else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
