@@ -25,6 +25,7 @@ import tilelang.language as T
 from fla.ops.common.tilelang_language import softplus, span
 
 CHUNK = 64
+BLOCK = 16
 # of `factors`, per step: b; b rk e^G; scale rq e^G; rk e^{G_C - G}; and e^{G_C}, the same for all
 FACTORS = 5
 
@@ -68,17 +69,16 @@ def prepare(
             # padded: its rows are written four at a time
             L_s = T.alloc_shared((CHUNK, CHUNK + 4), 'float32')
             M_s = T.alloc_shared((CHUNK, CHUNK), dtype)
-            X_s = T.alloc_shared((CHUNK, CHUNK), dtype)
+            columns_s = T.alloc_shared((CHUNK, CHUNK), 'float32')
             g_s = T.alloc_shared((CHUNK,), 'float32')
             G_s = T.alloc_shared((CHUNK,), 'float32')
             b_s = T.alloc_shared((CHUNK,), 'float32')
             rk_s = T.alloc_shared((CHUNK,), 'float32')
             rq_s = T.alloc_shared((CHUNK,), 'float32')
-            for_k = T.alloc_fragment((CHUNK, CHUNK), 'float32')
-            for_q = T.alloc_fragment((CHUNK, CHUNK), 'float32')
+            scores = T.alloc_fragment((CHUNK, CHUNK), 'float32')
             squares = T.alloc_fragment((CHUNK, K), 'float32')
             total = T.alloc_fragment((CHUNK,), 'float32')
-            x = T.alloc_local((CHUNK,), 'float32')
+            x = T.alloc_local((BLOCK,), 'float32')
             first = T.alloc_var('int32')
             count = T.alloc_var('int32')
             head = T.alloc_var('int32')
@@ -123,40 +123,40 @@ def prepare(
                 for i in T.Parallel(CHUNK):
                     rk_s[i] = 1.0
                     rq_s[i] = scale
-            T.gemm(K_s, K_s, for_k, transpose_B=True, clear_accum=True)
-            T.gemm(Q_s, K_s, for_q, transpose_B=True, clear_accum=True)
+            T.gemm(Q_s, K_s, scores, transpose_B=True, clear_accum=True)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                M_s[i, j] = T.cast(
+                    T.if_then_else(i >= j, scores[i, j] * T.exp(T.min(G_s[i] - G_s[j], 0.0)) * rq_s[i] * rk_s[j], 0.0), dtype
+                )
+            T.gemm(K_s, K_s, scores, transpose_B=True, clear_accum=True)
             # L_s holds the transpose of L: the solve below reads columns of L
             for i, j in T.Parallel(CHUNK, CHUNK):
                 L_s[j, i] = T.if_then_else(
-                    i > j, for_k[i, j] * T.exp(T.min(G_s[i] - G_s[j], 0.0)) * (b_s[i] * rk_s[i]) * rk_s[j], 0.0
-                )
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                M_s[i, j] = T.cast(
-                    T.if_then_else(i >= j, for_q[i, j] * T.exp(T.min(G_s[i] - G_s[j], 0.0)) * rq_s[i] * rk_s[j], 0.0), dtype
+                    i > j, scores[i, j] * T.exp(T.min(G_s[i] - G_s[j], 0.0)) * (b_s[i] * rk_s[i]) * rk_s[j], 0.0
                 )
             T.sync_threads()
-            # A thread has one column of X in registers, found by substitution in float32: as exact as can be, and quicker
-            # than products that join inverses of blocks. Columns of the second half begin there.
+            # A thread finds one column of X by substitution, in float32: as exact as can be, and quicker than products that
+            # join inverses of blocks. In blocks of 16 rows, to be a loop: unrolled as a whole it waits for its instructions.
             tx = T.get_thread_binding()
             if tx < CHUNK:
-                for i in T.unroll(CHUNK):
-                    x[i] = T.if_then_else(i == tx, 1.0, 0.0)
-                if tx < CHUNK // 2:
-                    for j in T.unroll(CHUNK // 2):
-                        for i in T.unroll(CHUNK - 1 - j):
-                            x[j + 1 + i] -= L_s[j, j + 1 + i] * x[j]
-                for j in T.unroll(CHUNK // 2 - 1):
-                    for i in T.unroll(CHUNK // 2 - 1 - j):
-                        x[CHUNK // 2 + j + 1 + i] -= L_s[CHUNK // 2 + j, CHUNK // 2 + j + 1 + i] * x[CHUNK // 2 + j]
-                for i in T.unroll(CHUNK):
-                    X_s[i, tx] = T.cast(x[i], dtype)
+                for block in T.serial(CHUNK // BLOCK):
+                    for i in T.unroll(BLOCK):
+                        x[i] = T.if_then_else(block * BLOCK + i == tx, 1.0, 0.0)
+                    for j in T.serial(block * BLOCK):
+                        for i in T.unroll(BLOCK):
+                            x[i] -= L_s[j, block * BLOCK + i] * columns_s[j, tx]
+                    for j in T.unroll(BLOCK - 1):
+                        for i in T.unroll(BLOCK - 1 - j):
+                            x[j + 1 + i] -= L_s[block * BLOCK + j, block * BLOCK + j + 1 + i] * x[j]
+                    for i in T.unroll(BLOCK):
+                        columns_s[block * BLOCK + i, tx] = x[i]
             T.sync_threads()
             for i, j in T.Parallel(CHUNK, CHUNK):
                 if i < count:
                     attend[first + i, hv, j] = M_s[i, j]
             for i, j in T.Parallel(CHUNK, CHUNK):
                 if i < count:
-                    inverse[first + i, hv, j] = X_s[i, j]
+                    inverse[first + i, hv, j] = T.cast(columns_s[i, j], dtype)
             for i in T.Parallel(CHUNK):
                 if i < count:
                     G[first + i, hv] = G_s[i]

@@ -9,7 +9,7 @@ import torch
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.tilelang_call import Recipe, kernels_of, name_of
-from fla.ops.common.triton_call import on_device_of
+from fla.ops.common.triton_call import DEVICES, on_device_of
 from fla.ops.common.vendor import for_tma
 from fla.ops.gated_delta_rule import autograd
 from fla.ops.gated_delta_rule.backends.tilelang import kernels
@@ -115,4 +115,5 @@ chunk = opaque(
     backward=autograd._backward,
     grads=('q', 'k', 'v', 'g', 'beta', 'A_log', 'dt_bias', 'initial_state'),
     intermediates=('G', 'inverse'),
+    devices=DEVICES,
 )
