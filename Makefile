@@ -15,13 +15,14 @@ PIP := $(PY) -m pip install --quiet
 STAMP := $(VENV)/installed
 HOST_TORCH := $(VENV)/host-torch.txt
 TRITON36 := .venv-triton$(OLDER_TRITON)
+TILELANG := .venv-tilelang
 WITH_TRITON36 := PYTHONPATH=$(CURDIR)/$(TRITON36)
 
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTEST_ARGS ?= -n 2
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-triton36 lint style types format bench clean setup
+.PHONY: demo test test-triton36 test-tilelang lint style types format bench clean setup
 
 demo: $(STAMP)
 	$(PY) -m examples.language_model $(DEMO_ARGS)
@@ -35,6 +36,11 @@ test-triton36: $(STAMP) $(TRITON36)/installed
 	$(WITH_TRITON36) $(PY) -c 'import triton; print("Triton", triton.__version__); assert triton.__version__ == "$(OLDER_TRITON)"'
 	@$(WITH_TRITON36) $(PYTEST) $(PYTEST_ARGS) -m triton tests || { status=$$?; \
 	    [ $$status -eq 5 ] || exit $$status; echo 'Triton $(OLDER_TRITON): NOTHING RAN, no test is marked triton.'; }
+
+# The tests that compile TileLang kernels for a GPU that is not here (nvcc is). In a folder of its own, which no other test
+# sees: what other tests expect is a machine without TileLang.
+test-tilelang: $(STAMP) $(TILELANG)/installed
+	PYTHONPATH=$(CURDIR)/$(TILELANG) TILELANG_CACHE_DIR=$(CURDIR)/$(TILELANG)/cache $(PYTEST) $(PYTEST_ARGS) -m tilelang tests
 
 lint: style types
 
@@ -55,7 +61,7 @@ bench: $(STAMP)
 	done
 
 clean:
-	rm -rf $(VENV) $(TRITON36)
+	rm -rf $(VENV) $(TRITON36) $(TILELANG)
 
 setup: $(STAMP)
 
@@ -86,6 +92,13 @@ $(STAMP): pyproject.toml constraints.txt | $(PY)
 
 BRINGS_TRITON := $(PY) -c 'import importlib.metadata as m; assert any("triton" in r for r in m.requires("torch"))' \
     2>/dev/null
+
+# Without dependencies, which include torch. Releases that work together.
+$(TILELANG)/installed: | $(STAMP)
+	rm -rf $(TILELANG)
+	$(PIP) --no-deps --target $(TILELANG) tilelang==0.1.15 apache-tvm-ffi==0.1.12 torch-c-dlpack-ext==0.1.5 \
+	    z3-solver==4.15.4.0 cloudpickle==3.1.3 ml-dtypes==0.6.0 psutil==7.2.2 tqdm
+	@touch $@
 
 $(TRITON36)/installed: | $(STAMP)
 	rm -rf $(TRITON36)

@@ -1,9 +1,9 @@
 """Runs our TileLang kernels on a CPU, without TileLang: what their source says, in numpy.
 
-`load(module)` reads the source of a module of kernels and gives it another `T`. Blocks run one after the other; a parallel loop
-runs once, on arrays of its indices, and so does code of threads, on an array of thread numbers. `if` on such an array masks
-what is stored below it. Memory is poisoned: shared memory and registers start as NaN, and so is what is read out of bounds,
-but for tiles copied whole, which the copy engine fills with zeros.
+`load(module)` reads the source of a module of kernels and gives it another `T`. Blocks run one after the other; a parallel
+loop runs once, on arrays of its indices, and so does code of threads, on an array of thread numbers. `if` on such an array
+masks what is stored below it. Memory is poisoned: shared memory and registers start as NaN, and so is what is read out of
+bounds, but for tiles copied whole, which the copy engine fills with zeros.
 
 Numbers are float32, rounded to the type of the buffer they are stored in; sums are float64. What this cannot show is what
 belongs to the compiler and to the machine: layouts, barriers, memory that is used twice.
@@ -75,7 +75,7 @@ class Buffer:
         if isinstance(key, tuple) and any(isinstance(k, slice) for k in key):
             return self._tile(key)
         index = self._index(key)
-        inside = np.logical_and.reduce([(0 <= i) & (i < n) for i, n in zip(index, self.shape, strict=True)])
+        inside = np.logical_and.reduce([(i >= 0) & (i < n) for i, n in zip(index, self.shape, strict=True)])
         safe = tuple(np.clip(i, 0, max(n - 1, 0)) for i, n in zip(index, self.shape, strict=True))
         found = self.data[safe]
         if self.dtype in INTEGERS:
@@ -97,7 +97,7 @@ class Buffer:
         index = self._index(key)
         mask = True if Machine.mask is None else Machine.mask
         *index, value, mask = np.broadcast_arrays(*index, value, mask)
-        inside = np.logical_and.reduce([(0 <= i) & (i < n) for i, n in zip(index, self.shape, strict=True)])
+        inside = np.logical_and.reduce([(i >= 0) & (i < n) for i, n in zip(index, self.shape, strict=True)])
         assert np.all(inside | ~mask), f'a store out of the bounds {self.shape}'
         self.data[tuple(i[mask] for i in index)] = rounded(value[mask], self.dtype)
 
@@ -228,8 +228,7 @@ class Language:
 def blocks(*extents, threads):
     """Blocks of a grid, one after the other."""
     Machine.threads, Machine.mask = threads, None
-    for index in itertools.product(*(range(int(n)) for n in extents)):
-        yield index
+    return itertools.product(*(range(int(n)) for n in extents))
 
 
 @contextlib.contextmanager
