@@ -61,6 +61,7 @@ FILES = {
     'tests/test_module.py': "run('python', '-m', 'fla.ops.backends')\n",
     'tests/test_all.py': 'from fla.ops.backends import validate\nvalidate()\n',
     'tests/test_lint.py': 'from fla.ops.backends.lint import run\n',
+    'tests/test_walk.py': "CODE = 'import pkgutil\\nimport fla\\npkgutil.walk_packages(fla.__path__)'\n",
     'tests/test_demo.py': "DEMO = ROOT / 'examples/demo.py'\n",
     'tests/test_script.py': "SCRIPT = ROOT / 'scripts' / 'update.py'\n",
     'tests/test_docs.py': "PAGES = (ROOT / 'docs').rglob('*.md')\n",
@@ -122,7 +123,12 @@ EDGES = {
 @pytest.mark.parametrize('edge', EDGES)
 def test_edges(script, tree, edge):
     changed, names = EDGES[edge]
-    assert script.find([changed], tree) == [f'tests/{name}.py' for name in names]
+    assert script.find([changed], tree) == expected(names)
+
+
+def expected(names):
+    """As paths; whatever changes in the package, `test_lint` and `test_walk` look at it."""
+    return [f'tests/{name}.py' for name in [*names, *(['test_walk'] if 'test_lint' in names else [])]]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +161,7 @@ def test_deleted_files(script, tree, gone, names):
     (tree / gone).unlink(missing_ok=True)
     if gone == 'docs/page.md':
         (tree / 'docs/other.md').write_text('')
-    assert script.find([gone], tree) == [f'tests/{name}.py' for name in names]
+    assert script.find([gone], tree) == expected(names)
 
 
 def test_folders_and_several_files(script, tree):
