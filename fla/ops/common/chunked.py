@@ -32,7 +32,7 @@ def chunked_delta_rule(
     beta: torch.Tensor,
     state: torch.Tensor,
     enter: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """The recurrence over chunks of inputs that are cut into chunks.
 
     Args:
@@ -43,32 +43,49 @@ def chunked_delta_rule(
         enter: called with each chunk's number and the state that reaches it; returns the state it starts from.
 
     Returns:
-        o `[N, H, chunks, C, V]`, and the states `[N, H, K, V]` before and after each chunk.
+        o `[N, H, chunks, C, V]`, the states before each chunk `[N, H, chunks, K, V]`, and after each `[N, H, K, V]`.
     """
-    size = q.shape[-2]
     # Differences of long sums: in float32 one strong gate would cost the weak ones behind it their last digits. No decay
     # below e^-1000 differs from 0, and -inf - -inf would be NaN.
     exact = torch.float32 if g.device.type == 'mps' else torch.float64
     g = g.clamp(min=-1000.0).cumsum(-2, dtype=exact)
     grown = g.to(q.dtype).exp()
     left = (g[..., -1:, :] - g).to(q.dtype).exp()
-    inner = _decayed_products(torch.stack((k * beta, q)), k, g)
-    lower, attend = inner[0].tril(-1), inner[1].tril()
-    eye = torch.eye(size, dtype=q.dtype, device=q.device)
-    right = torch.cat((v * beta, k * grown * beta), -1)
-    solved = torch.linalg.solve_triangular(eye + lower, right, upper=False, unitriangular=True)
-    fresh, carried = solved.split((v.shape[-1], k.shape[-1]), -1)
-    queries, keys, last = q * grown, k * left, grown[..., -1, :, None]
-    outs, before, after = [], [], []
+    lower, attend = _decayed_products(k * beta, q, k, g)
+    lower, attend = lower.tril(-1), attend.tril()
+    solved = _solve(lower, torch.cat((v * beta, k * grown * beta), -1))
+    fresh, carried = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    keys, last = (k * left).transpose(-1, -2).contiguous(), grown[..., -1, :, None]
+    # little is sequential; what is goes by [N H, ., .], for a fused product and sum
+    fresh, carried, keys, last = (x.flatten(0, 1) for x in (fresh, carried, keys, last))
+    shape = state.shape
+    updates, before, after = [], [], []
     for chunk in range(q.shape[2]):
         if enter is not None:
             state = enter(chunk, state)
         before.append(state)
-        update = fresh[:, :, chunk] - carried[:, :, chunk] @ state
-        outs.append(queries[:, :, chunk] @ state + attend[:, :, chunk] @ update)
-        state = last[:, :, chunk] * state + keys[:, :, chunk].transpose(-1, -2) @ update
+        flat = state.flatten(0, 1)
+        update = torch.baddbmm(fresh[:, chunk], carried[:, chunk], flat, alpha=-1)
+        state = torch.baddbmm(last[:, chunk] * flat, keys[:, chunk], update).view(shape)
+        updates.append(update)
         after.append(state)
-    return torch.stack(outs, 2), before, after
+    update, states = torch.stack(updates, 1).view(v.shape), torch.stack(before, 2)
+    return (q * grown) @ states + attend @ update, states, after
+
+
+def _solve(lower: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """(I + L)^-1 right, for L strictly lower triangular, by blocks of 16 steps: 2.0 ms instead of the 3.8 that LAPACK takes
+    for 64 systems of 64 steps with 128 columns."""
+    starts = range(0, lower.shape[-1], BLOCK)
+    blocks = torch.stack([lower[..., i : i + BLOCK, i : i + BLOCK] for i in starts], -3)
+    eye = torch.eye(BLOCK, dtype=lower.dtype, device=lower.device).expand_as(blocks)
+    inverses = torch.linalg.solve_triangular(blocks, eye, upper=False, unitriangular=True)
+    solved: torch.Tensor = inverses[..., 0, :, :] @ right[..., :BLOCK, :]
+    for number, i in enumerate(starts):
+        if number:
+            rest = right[..., i : i + BLOCK, :] - lower[..., i : i + BLOCK, :i] @ solved
+            solved = torch.cat((solved, inverses[..., number, :, :] @ rest), -2)
+    return solved
 
 
 def plain_int(number: int | torch.SymInt) -> int:
@@ -83,28 +100,31 @@ def in_chunks(x: torch.Tensor, size: int) -> torch.Tensor:
     return padded.reshape(*x.shape[:2], chunks, size, x.shape[3])
 
 
-def _decayed_products(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """`sum_c x_ic e^{G_ic - G_jc} k_jc` for j <= i; what stands above the diagonal is finite and not to be used.
+def _decayed_products(
+    x: torch.Tensor, y: torch.Tensor, k: torch.Tensor, g: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sum_c x_ic e^{G_ic - G_jc} k_jc` for j <= i, and that of y; what stands above the diagonal is not to be used.
 
-    x: `[2, N, H, chunks, C, K]`; k: `[N, H, chunks, C, K]`; g: `[..., C, K]` or, one gate per head, `[..., C, 1]`.
+    x, y, k: `[N, H, chunks, C, K]`; g: `[..., C, K]` or, one gate per head, `[..., C, 1]`.
     """
     if g.shape[-1] == 1:
         decay = (g - g.transpose(-1, -2)).to(k.dtype).clamp(max=0).exp()
-        return (x @ k.transpose(-1, -2)) * decay
-    blocks = g.shape[-2] // BLOCK
-    xs, ks, gs = (y.reshape(*y.shape[:-2], blocks, BLOCK, y.shape[-1]) for y in (x, k, g))
-    relative = (gs[..., :, None, :] - gs[..., None, :, :]).to(k.dtype).clamp(max=0).exp()
-    diagonal = torch.einsum('a...ic,...ijc->a...ij', xs, relative * ks[..., None, :, :])
-    rows = []
-    for block in range(blocks):
+        # many small products of a transposed matrix take twice as long as those of its copy
+        turned = k.transpose(-1, -2).contiguous()
+        return (x @ turned) * decay, (y @ turned) * decay
+    both = torch.stack((x, y))
+    size, rows = g.shape[-2], []
+    for start in range(0, size, BLOCK):
+        now, before = slice(start, start + BLOCK), slice(0, start)
+        own, g_own = both[..., now, :], g[..., now, :]
         parts = []
-        if block:
-            before = slice(0, block * BLOCK)
-            start = gs[..., block, :1, :]
-            scaled = k[..., before, :] * (start - g[..., before, :]).to(k.dtype).exp()
-            parts.append(
-                (xs[..., block, :, :] * (gs[..., block, :, :] - start).to(k.dtype).exp()) @ scaled.transpose(-1, -2)
-            )
-        parts.append(diagonal[..., block, :, :])
-        rows.append(F.pad(torch.cat(parts, -1), (0, (blocks - block - 1) * BLOCK)))
-    return torch.cat(rows, -2)
+        if start:
+            first = g_own[..., :1, :]
+            scaled = k[..., before, :] * (first - g[..., before, :]).to(k.dtype).exp()
+            parts.append((own * (g_own - first).to(k.dtype).exp()) @ scaled.transpose(-1, -2))
+        # block by block: one temporary for all is new memory on each call, whose page faults take longer than the rest
+        relative = (g_own[..., :, None, :] - g_own[..., None, :, :]).to(k.dtype).clamp(max=0).exp()
+        parts.append(torch.einsum('a...ic,...ijc->a...ij', own, relative * k[..., None, now, :]))
+        rows.append(F.pad(torch.cat(parts, -1), (0, size - start - BLOCK)))
+    first, second = torch.cat(rows, -2)
+    return first, second

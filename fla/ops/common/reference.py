@@ -25,30 +25,37 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Result:
-    """o `[B, T, HV, V]` in v's dtype, the final state and the states before each chunk `[B, chunks, HV, K, V]`, wide."""
+    """o `[B, T, HV, V]` in v's dtype, the final state and, if asked for, the states before each chunk
+    `[B, chunks, HV, K, V]`, wide."""
 
     o: torch.Tensor
     final: torch.Tensor
-    states: torch.Tensor
+    states: torch.Tensor | None
 
 
 @contextlib.contextmanager
 def without_autocast(device: torch.device) -> Iterator[bool]:
     """float32 inside stays float32. Says whether autocast was on, and does nothing where it was not: that costs more than a
     decode step."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+    if not _autocast_is_on(device.type):
         yield False
         return
     with torch.autocast(device.type, enabled=False):
         yield True
 
 
+def _autocast_is_on(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def _outside_autocast(run: Callable[..., Triple], tensors: tuple[torch.Tensor | None, ...]) -> Triple:
     """`run(*tensors)` in float32, forward and backward."""
     first = next(x for x in tensors if x is not None)
-    with without_autocast(first.device) as was_on:
+    if not _autocast_is_on(first.device.type):
+        return run(*tensors)
+    with without_autocast(first.device):
         differentiates = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-        if not was_on or not differentiates or torch.compiler.is_compiling() or in_func_transform():
+        if not differentiates or torch.compiler.is_compiling() or in_func_transform():
             return run(*tensors)
         result: Triple = _WithoutAutocast.apply(run, *tensors)  # type: ignore[no-untyped-call]
         return result
@@ -93,6 +100,7 @@ def delta_rule(
     cu_seqlens: torch.Tensor | None,
     gv: torch.Tensor | None = None,
     chunk_size: int | None = None,
+    states: bool = False,
 ) -> Result:
     """The whole operation, of wide or narrow tensors whose gates and norms are done.
 
@@ -102,10 +110,12 @@ def delta_rule(
         beta: `[B, T, HV]`.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`, the layout of the returned states too.
         chunk_size: steps per chunk; None: 64.
+        states: return the states before each chunk, too.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dtype = v.dtype
-    groups = v.shape[2] // q.shape[2]
+    if q.shape[1] == 1 and cu_seqlens is None and gv is None:
+        return _decode(q, k, v, g, beta, scale, initial_state, state_v_first, states)
+    dtype, groups = v.dtype, v.shape[2] // q.shape[2]
     heads_first = [wide(x).transpose(1, 2) for x in (q, k, v)]
     q, k = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in heads_first[:2])
     v, q = heads_first[2], q * scale
@@ -136,20 +146,67 @@ def delta_rule(
             return *_steps(q, k, v, g, gv, beta, state, cu_seqlens), state[:, None].clone()
         if cu_seqlens is not None:
             return _packed(q, k, v, g, beta, state, cu_seqlens, chunk_size)
-        if q.shape[2] == 1:
-            return *_step(q, k, v, g, beta, state), state[:, None].clone()
         return _equal(q, k, v, g, beta, state, chunk_size)
 
-    o, final, states = _outside_autocast(run, tensors)
+    o, final, before = _outside_autocast(run, tensors)
     if state_v_first:
-        final, states = final.transpose(-1, -2), states.transpose(-1, -2)
-    return Result(o.transpose(1, 2).to(dtype).contiguous(), final.contiguous(), states.contiguous())
+        final, before = final.transpose(-1, -2), before.transpose(-1, -2)
+    return Result(o.transpose(1, 2).to(dtype).contiguous(), final.contiguous(), before.contiguous() if states else None)
+
+
+def _decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor,
+    scale: float,
+    initial_state: torch.Tensor | None,
+    state_v_first: bool,
+    states: bool,
+) -> Result:
+    """A single step of every sequence. Its time is that of calling PyTorch, so it makes as few calls as there can be."""
+    batch, _, heads, dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    rows = batch * value_heads
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None,
+        beta: torch.Tensor,
+        state: torch.Tensor | None,
+    ) -> Triple:
+        q, k = (wide(x).reshape(batch * heads, 1, dim) for x in (q, k))
+        if heads != value_heads:
+            q, k = (x.repeat_interleave(value_heads // heads, 0) for x in (q, k))
+        v = wide(v).reshape(rows, 1, value_dim)
+        if state is None:
+            state = v.new_zeros(rows, dim, value_dim)
+        else:
+            state = wide(state).to(v.dtype)
+            state = (state.transpose(-1, -2) if state_v_first else state).reshape(rows, dim, value_dim)
+        if g is not None:
+            state = state * wide(g).exp().reshape(rows, -1, 1)
+        update = wide(beta).reshape(rows, 1, 1) * torch.baddbmm(v, k, state, alpha=-1)
+        after = torch.baddbmm(state, k.transpose(1, 2), update)
+        return torch.bmm(q * scale, after), after, after
+
+    o, final, _ = _outside_autocast(run, (q, k, v, g, beta, initial_state))
+    final = final.view(batch, value_heads, dim, value_dim)
+    if state_v_first:
+        final = final.transpose(-1, -2).contiguous()
+    before = None
+    if states:
+        before = (torch.zeros_like(final) if initial_state is None else initial_state.to(final.dtype, copy=True))[:, None]
+    return Result(o.view(batch, 1, value_heads, value_dim).to(v.dtype), final, before)
 
 
 def _step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> Pair:
-    """A single step of every sequence: what decoding asks for."""
+    """A single step, of `[N, H, 1, .]`."""
     state = state * g.exp().transpose(-1, -2)
     update = beta * (v - k @ state)
     state = state + k.transpose(-1, -2) @ update
@@ -202,7 +259,7 @@ def _equal(
     size = min(chunk_size or CHUNK, plain_int(-(-length // BLOCK)) * BLOCK)
     q, k, v, g, beta = (in_chunks(x, size) for x in (q, k, v, g, beta))
     o, before, after = chunked_delta_rule(q, k, v, g, beta, state)
-    return o.flatten(2, 3)[:, :, :length], after[-1], torch.stack(before, 1)
+    return o.flatten(2, 3)[:, :, :length], after[-1], before.transpose(1, 2)
 
 
 def _packed(
@@ -245,4 +302,4 @@ def _packed(
     slots = torch.where(inside, token, length).flatten()
     place = torch.zeros(length + 1, dtype=slots.dtype, device=q.device)
     place = place.scatter(0, slots, torch.arange(slots.shape[0], device=q.device))
-    return o.flatten(2, 3)[:, :, place[:length]], final, torch.stack(before, 1)
+    return o.flatten(2, 3)[:, :, place[:length]], final, before.transpose(1, 2)

@@ -45,9 +45,13 @@ class KDAReference(BaseBackend):
         q, k = (l2norm(q), l2norm(k)) if use_qk_l2norm_in_kernel else (q, k)
         g = kda_gate(g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
         beta = beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
-        result = delta_rule(q, k, v, g, beta, scale, initial_state, state_v_first, cu_seqlens, chunk_size=chunk_size)
+        result = delta_rule(
+            *(q, k, v, g, beta, scale, initial_state, state_v_first, cu_seqlens),
+            chunk_size=chunk_size,
+            states=return_intermediate_states,
+        )
         final = result.final if output_final_state else None
-        if not return_intermediate_states:
+        if result.states is None:
             return result.o, final
         if cu_seqlens_cpu is None:
             return result.o, final, result.states
