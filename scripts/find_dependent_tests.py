@@ -142,7 +142,8 @@ class Tree:
     @functools.cached_property
     def operations(self) -> set[str]:
         """The backends of every operation."""
-        packages = [name for name in self.modules if name.endswith('.backends') and name != f'{PACKAGE}.ops.backends']
+        core = f'{PACKAGE}.ops.backends'
+        packages = [m for m in self.modules if m.startswith(f'{PACKAGE}.') and m.endswith('.backends') and m != core]
         return {path for package in packages for path in self.module(package)}
 
     def path(self, text: str, user: str, *, folders: bool = True) -> set[str]:
