@@ -8,6 +8,7 @@ import torch
 
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.kernels.decode import decode
+from fla.ops.common.kernels.gates import sum_dtype
 from fla.ops.common.triton_call import DEVICES, no_steps, on_device_of, require_triton
 from fla.ops.gated_delta_rule.kernels.launch import Options, chunk_backward, chunk_forward
 
@@ -70,7 +71,7 @@ def _fake(
     if output_final_state:
         dims = (value_dim, dim) if v_first else (dim, value_dim)
         final = q.new_empty((count, heads, *dims), dtype=torch.float32)
-    G = q.new_empty((batch, length, heads), dtype=torch.float32)
+    G = q.new_empty((batch, length, heads), dtype=sum_dtype(q.dtype))
     return v.new_empty(v.shape), final, G, q.new_empty((batch, length, heads, 64))
 
 

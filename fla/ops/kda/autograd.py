@@ -9,6 +9,7 @@ import torch
 
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.kernels.decode import decode
+from fla.ops.common.kernels.gates import sum_dtype
 from fla.ops.common.kernels.layout import layout_of
 from fla.ops.common.triton_call import DEVICES, no_steps, on_device_of, require_triton
 from fla.ops.kda.kernels.launch import SIZE, Saved, Settings, Within, chunk_backward, chunk_forward, within_chunks
@@ -95,7 +96,7 @@ def _fake(
     if keep:
         token = (batch, length, heads)
         kept = (
-            q.new_empty((*token, dim), dtype=torch.float32),
+            q.new_empty((*token, dim), dtype=sum_dtype(q.dtype)),
             q.new_empty((rows, heads), dtype=torch.int32),
             q.new_empty((*token, SIZE)),
             q.new_empty((*token, SIZE), dtype=torch.float32),

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+
+def sum_dtype(operands: torch.dtype) -> torch.dtype:
+    """The type of running sums of log decays. See `exp32`."""
+    return torch.float64 if operands == torch.float32 else torch.float32
+
+
+@triton.jit
+def exp32(x):
+    """e^x in float32, of a running log decay or a difference of two. With float32 operands those are float64: behind one
+    strong gate the weak ones would lose their last digits."""
+    return tl.exp(x.to(tl.float32))
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fla.ops.common.kernels.gates import exp32
 from fla.ops.common.kernels.layout import sequence_span
 
 
@@ -51,7 +52,7 @@ def states_forward(
     Args:
         k: `[B, T, H, K]` by strides; with PER_CHANNEL the keys e^{G_C - G} k `[B, T, HV, K]` contiguous instead.
         w `[B, T, HV, K]`, u `[B, T, HV, V]`: contiguous, in k's dtype.
-        G: running log decay, float32 `[B, T, HV]` or `[B, T, HV, K]`.
+        G: running log decay, float32 or float64 `[B, T, HV]` or `[B, T, HV, K]`.
         rk: 1 / norm of k, float32 `[B, T, HV]`.
         h: `[rows, HV, K, V]`, states before each chunk; v_new: `[B, T, HV, V]`; both written, in k's dtype.
         initial, final: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`.
@@ -102,17 +103,17 @@ def states_forward(
         tl.store(n_ptr + tile * V + cv[None, :], U.to(v_new.dtype.element_ty), mask=v_mask)
         if PER_CHANNEL:
             keys = tl.load(k_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
-            decay = tl.exp(tl.load(G_ptr + last.to(tl.int64) * HV * K + rk_, mask=rk_ < K, other=0.0))
+            decay = exp32(tl.load(G_ptr + last.to(tl.int64) * HV * K + rk_, mask=rk_ < K, other=0.0))
             S = S * decay[:, None]
         else:
             keys = tl.load(k_ptr + t[:, None].to(tl.int64) * k_t + rk_[None, :], mask=k_mask, other=0.0)
             G_last = tl.load(G_ptr + last.to(tl.int64) * HV)
-            left = tl.exp(G_last - tl.load(G_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0))
+            left = exp32(G_last - tl.load(G_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0))
             left = tl.where(inside, left, 0.0)
             if NORMALISED:
                 left *= tl.load(rk_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0)
             U *= left[:, None]
-            S = S * tl.exp(G_last)
+            S = S * exp32(G_last)
         S += tl.dot(tl.trans(keys), U.to(keys.dtype), input_precision=PRECISION)
     if HAS_FINAL:
         tl.store(final + state_at, S.to(final.dtype.element_ty), mask=state_mask)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fla.ops.common.kernels.gates import exp32
 from fla.ops.common.kernels.layout import sequence_span
 
 
@@ -59,7 +60,7 @@ def states_backward(
         q, k: `[B, T, H, K]` by strides; with PER_CHANNEL scale e^G q and e^{G_C - G} k `[B, T, HV, K]` contiguous instead
             (scale and the strides are not used then).
         w `[B, T, HV, K]`, do `[B, T, HV, V]`: contiguous, in k's dtype.
-        G: running log decay, float32 `[B, T, HV]` or `[B, T, HV, K]`.
+        G: running log decay, float32 or float64 `[B, T, HV]` or `[B, T, HV, K]`.
         rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`; None unless NORMALISED.
         du: `[B, T, HV, V]` in k's dtype: M^T dO when called, the gradient of U' afterwards.
         dh: `[rows, HV, K, V]` in k's dtype, written: the gradient of the state after each chunk.
@@ -120,7 +121,7 @@ def states_backward(
             keys = tl.load(k_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
             Q = tl.load(q_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
             dU += tl.dot(keys, dS.to(keys.dtype), input_precision=PRECISION)
-            decay = tl.exp(tl.load(G_ptr + (first + count - 1) * HV * K + rows, mask=rows < K, other=0.0))
+            decay = exp32(tl.load(G_ptr + (first + count - 1) * HV * K + rows, mask=rows < K, other=0.0))
             dS = dS * decay[:, None]
         else:
             time = steps[:, None].to(tl.int64)
@@ -128,14 +129,14 @@ def states_backward(
             Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)
             G_last = tl.load(G_ptr + (first + count - 1) * HV)
             Gc = tl.load(G_ptr + first * HV + steps * HV, mask=inside, other=0.0)
-            left = tl.where(inside, tl.exp(tl.where(inside, G_last - Gc, 0.0)), 0.0)
-            grown = tl.exp(Gc) * scale
+            left = tl.where(inside, exp32(tl.where(inside, G_last - Gc, 0.0)), 0.0)
+            grown = exp32(Gc) * scale
             if NORMALISED:
                 left *= tl.load(rk_ptr + first * HV + steps * HV, mask=inside, other=0.0)
                 grown *= tl.load(rq_ptr + first * HV + steps * HV, mask=inside, other=0.0)
             dU += tl.dot(keys, dS.to(keys.dtype), input_precision=PRECISION) * left[:, None]
             dO = (dO.to(tl.float32) * grown[:, None]).to(do.dtype.element_ty)
-            dS = dS * tl.exp(G_last)
+            dS = dS * exp32(G_last)
         dU = dU.to(du.dtype.element_ty)
         tl.store(du_ptr + first * HV * V + of_v, dU, mask=v_mask)
         W = tl.load(w_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import beta_of, inverse_norm, sigmoid, softplus
+from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
 
 
@@ -103,7 +103,7 @@ def recompute(
         tl.store(rk + one, k_norm, mask=inside)
         tl.store(rq + one, q_norm, mask=inside)
     X = tl.load(inverse + token * SIZE + (own * SIZE + steps[None, :]), mask=inside[:, None], other=0.0).to(tl.float32)
-    for_w = (X * (bt * tl.exp(Gc) * k_norm)[None, :]).to(w.dtype.element_ty)
+    for_w = (X * (bt * exp32(Gc) * k_norm)[None, :]).to(w.dtype.element_ty)
     for_u = (X * bt[None, :]).to(u.dtype.element_ty)
     turned = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
@@ -116,7 +116,7 @@ def recompute(
         turned += tl.dot(keys, tl.trans(Q), input_precision=PRECISION)
     # M^T: rows are keys, columns queries that come no earlier
     later = (steps[:, None] <= steps[None, :]) & inside[None, :]
-    turned *= tl.exp(tl.where(later, Gc[None, :] - Gc[:, None], 0.0)) * k_norm[:, None] * (q_norm * scale)[None, :]
+    turned *= exp32(tl.where(later, Gc[None, :] - Gc[:, None], 0.0)) * k_norm[:, None] * (q_norm * scale)[None, :]
     turned = tl.where(later, turned, 0.0).to(du.dtype.element_ty)
     for i in range(0, V, BV):
         cols = i + tl.arange(0, BV)
@@ -227,7 +227,7 @@ def within(
         Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
         product += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
-    decay = tl.where(strict, tl.exp(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
+    decay = tl.where(strict, exp32(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
     slope *= tl.where(steps[:, None] == steps[None, :], 1.0, decay) * (q_norm * scale)[:, None] * k_norm[None, :]
     tl.store(from_q + square, slope.to(from_q.dtype.element_ty), mask=inside[:, None])
     # what decays from j to i counts for G_i and against G_j; on the diagonal nothing decays
@@ -259,7 +259,7 @@ def within(
         mask = inside[:, None] & (cols[None, :] < K)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
         product += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-    decay = tl.where(strict, tl.exp(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
+    decay = tl.where(strict, exp32(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
     slope *= -decay * k_norm[:, None] * k_norm[None, :]
     flow = product * slope
     to_beta += tl.sum(flow, 1)
@@ -348,8 +348,8 @@ def through(
     last = tl.minimum(end - first, SIZE) - 1
     G_last = tl.load(G + token + last.to(tl.int64) * HV)
     Gc = tl.load(G + one, mask=inside, other=0.0)
-    grown = tl.exp(Gc)
-    left = tl.exp(tl.where(inside, G_last - Gc, 0.0))
+    grown = exp32(Gc)
+    left = exp32(tl.where(inside, G_last - Gc, 0.0))
     q_factor = grown * scale
     if NORMALISE:
         k_norm = tl.load(rk + one, mask=inside, other=0.0)
@@ -400,7 +400,7 @@ def through(
         kept += S.to(tl.float32) * dS.to(tl.float32)
     to_left *= left[:, None]
     left_along = tl.sum(keys.to(tl.float32) * to_left, 1)
-    at_end = tl.sum(left_along, 0) + tl.exp(G_last) * tl.sum(tl.sum(kept, 1), 0)
+    at_end = tl.sum(left_along, 0) + exp32(G_last) * tl.sum(tl.sum(kept, 1), 0)
     flow += tl.where(steps == last, at_end, 0.0) - left_along
     tl.store(d_G + share + one, flow, mask=inside)
     to_k += to_left

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import beta_of, inverse_norm, softplus
+from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, softplus
 from fla.ops.common.kernels.layout import chunk_of
 from fla.ops.common.kernels.solve import unit_lower_inverse
 
@@ -68,7 +68,7 @@ def prepare(
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written: G, rk float32 `[B, T, HV]`; inverse `[B, T, HV, SIZE]`, w `[B, T, HV, K]`,
+    """Grid (rows * HV,). Written: G, wide, and rk, float32, `[B, T, HV]`; inverse `[B, T, HV, SIZE]`, w `[B, T, HV, K]`,
     u `[B, T, HV, V]` in k's dtype, with (I + L)^-1 as `inverse`."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
@@ -86,7 +86,7 @@ def prepare(
     own = steps.to(tl.int64) * HV
     gate = tl.load(g + batch64 * g_b + first64 * g_t + hv * g_h + steps.to(tl.int64) * g_t, mask=inside, other=0.0)
     gate = gate_of(gate.to(tl.float32), hv, A_log, dt_bias, GATE, HAS_BIAS)
-    Gc = tl.cumsum(tl.where(inside, gate, 0.0), 0)
+    Gc = tl.cumsum(tl.where(inside, gate, 0.0).to(G.dtype.element_ty), 0)
     tl.store(G + token + own, Gc, mask=inside)
     bt = tl.load(beta + batch64 * b_b + first64 * b_t + hv * b_h + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
     bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
@@ -102,12 +102,12 @@ def prepare(
         tl.store(rk + token + own, norm, mask=inside)
         scores *= norm[:, None] * norm[None, :]
     strict = steps[:, None] > steps[None, :]
-    decay = tl.exp(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0))
+    decay = exp32(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0))
     X = unit_lower_inverse(tl.where(strict, scores * decay * bt[:, None], 0.0), INVERSE_PRECISION)
     tl.store(
         inverse + token * SIZE + own[:, None] * SIZE + steps[None, :], X.to(inverse.dtype.element_ty), mask=inside[:, None]
     )
-    for_w = (X * (bt * tl.exp(Gc) * norm)[None, :]).to(w.dtype.element_ty)
+    for_w = (X * (bt * exp32(Gc) * norm)[None, :]).to(w.dtype.element_ty)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
@@ -183,8 +183,8 @@ def outputs(
         scores += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
     Gc = tl.load(G + token + own, mask=inside, other=0.0)
     causal = (steps[:, None] >= steps[None, :]) & inside[None, :]
-    scores *= tl.exp(tl.where(causal, Gc[:, None] - Gc[None, :], 0.0))
-    grown = tl.exp(Gc)
+    scores *= exp32(tl.where(causal, Gc[:, None] - Gc[None, :], 0.0))
+    grown = exp32(Gc)
     if NORMALISE:
         scores *= tl.load(rk + token + own, mask=inside, other=0.0)[None, :]
     scores = tl.where(causal, scores, 0.0)

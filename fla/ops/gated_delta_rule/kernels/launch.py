@@ -1,6 +1,6 @@
 """The kernels of the chunked gated delta rule in their order, forward and backward: what an autograd function calls.
 
-The forward leaves, beside its inputs, the running log decay G and the inverse of each chunk: `[B, T, HV]` in float32 and
+The forward leaves, beside its inputs, the running log decay G and the inverse of each chunk: `[B, T, HV]`, wide, and
 `[B, T, HV, 64]` in v's dtype. The backward starts from those and repeats the states.
 """
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from fla.ops.common.kernels.gates import sum_dtype
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
 from fla.ops.common.kernels.state_backward import states_backward
@@ -76,8 +77,8 @@ def chunk_forward(
     layout = layout_of(batch, length, CHUNK, cu_seqlens)
     common = _common(q, v, layout)
     rule = _Rule(q, dim_k, dim_v)
-    G = _empty(q, batch, length, heads, dtype=torch.float32)
-    rk = torch.empty_like(G) if options.use_qk_l2norm_in_kernel else G
+    G = _empty(q, batch, length, heads, dtype=sum_dtype(q.dtype))
+    rk = _empty(q, batch, length, heads, dtype=torch.float32) if options.use_qk_l2norm_in_kernel else G
     inverse = _empty(q, batch, length, heads, CHUNK)
     w = _empty(q, batch, length, heads, dim_k)
     u = _empty(q, batch, length, heads, dim_v)
@@ -144,8 +145,9 @@ def chunk_backward(
     of_beta = {'SIGMOID': options.use_beta_sigmoid_in_kernel, 'DOUBLE': options.allow_neg_eigval}
     strides_qk = (*q.stride()[:3], *k.stride()[:3])
     chunks = layout.rows * heads
-    rq = torch.empty_like(G) if normalise else None
-    rk = torch.empty_like(G) if normalise else G
+    rq, rk = None, G  # not read
+    if normalise:
+        rq, rk = (_empty(q, batch, length, heads, dtype=torch.float32) for _ in range(2))
     w = _empty(q, batch, length, heads, dim_k)
     u, du = (_empty(q, batch, length, heads, dim_v) for _ in range(2))
     recompute[(chunks,)](

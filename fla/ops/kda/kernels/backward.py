@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import beta_of, inverse_norm, sigmoid, softplus
+from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
 from fla.ops.kda.kernels.forward import from_middle, level_decay
 
@@ -156,7 +156,7 @@ def pairs_backward(
         dW = (-minus_dW).to(X.dtype)
         Gc = tl.load(G + token * K + own * K + cols[None, :], mask=mask, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        grown = (keys * tl.exp(Gc) * k_norm[:, None]).to(X.dtype)
+        grown = (keys * exp32(Gc) * k_norm[:, None]).to(X.dtype)
         dT += tl.dot(dW, tl.trans(grown), input_precision=PRECISION)
         d_keys = tl.dot(Tt, dW, input_precision=PRECISION)
         tl.store(d_grown + token * K + own * K + cols[None, :], d_keys.to(d_grown.dtype.element_ty), mask=mask)
@@ -269,6 +269,65 @@ def gate_backward(
     return -rate * dg * sigmoid(raw), -rate * dg * softplus(raw)
 
 
+@triton.jit
+def through_states(
+    do_ptr,
+    v_new_ptr,
+    h_ptr,
+    dh_ptr,
+    d_grown,
+    unit_Q,
+    unit_keys,
+    Gc,
+    G_last,
+    steps,
+    cols,
+    mask,
+    inside,
+    count,
+    scale,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What reaches q, k and G through the states before and after the chunk. d_grown: a tile, the others: pointers."""
+    own = steps[:, None].to(tl.int64) * HV
+    d_queries = tl.zeros([SIZE, BK], tl.float32)
+    d_left = tl.zeros([SIZE, BK], tl.float32)
+    for j in range(0, V, BV):
+        vc = j + tl.arange(0, BV)
+        v_mask = inside[:, None] & (vc[None, :] < V)
+        s_mask = (cols[:, None] < K) & (vc[None, :] < V)
+        dO = tl.load(do_ptr + own * V + vc[None, :], mask=v_mask, other=0.0)
+        U = tl.load(v_new_ptr + own * V + vc[None, :], mask=v_mask, other=0.0)
+        S = tl.load(h_ptr + cols[:, None] * V + vc[None, :], mask=s_mask, other=0.0)
+        dS = tl.load(dh_ptr + cols[:, None] * V + vc[None, :], mask=s_mask, other=0.0)
+        d_queries += tl.dot(dO, tl.trans(S), input_precision=PRECISION)
+        d_left += tl.dot(U, tl.trans(dS), input_precision=PRECISION)
+    # a loop of its own: see `inverse_norm`
+    kept = tl.zeros([BK], tl.float32)
+    for j in range(0, V, BV):
+        vc = j + tl.arange(0, BV)
+        s_mask = (cols[:, None] < K) & (vc[None, :] < V)
+        S = tl.load(h_ptr + cols[:, None] * V + vc[None, :], mask=s_mask, other=0.0).to(tl.float32)
+        dS = tl.load(dh_ptr + cols[:, None] * V + vc[None, :], mask=s_mask, other=0.0).to(tl.float32)
+        kept += tl.sum(S * dS, 1)
+    grown = exp32(Gc)
+    d_query = d_queries * grown * scale
+    d_key = d_grown.to(tl.float32) * grown
+    dG = unit_Q * d_query + unit_keys * d_key
+    left = d_left * exp32(G_last[None, :] - Gc)
+    # the keys that the next state takes carry e^{G_C - G}, of the last step 1 whatever G is
+    carried = tl.where((steps < count - 1)[:, None], unit_keys * left, 0.0)
+    at_last = tl.sum(carried, 0) + kept * exp32(G_last)
+    dG += tl.where((steps == count - 1)[:, None], at_last[None, :], -carried)
+    return d_query, d_key + left, dG
+
+
 @triton.jit(do_not_specialize=['T'])
 def channels_backward(
     q,
@@ -354,7 +413,7 @@ def channels_backward(
     cols = kb * BK + tl.arange(0, BK)
     mask = inside[:, None] & (cols[None, :] < K)
     at = token * K + own * K + cols[None, :]
-    state_at = (row.to(tl.int64) * HV + hv) * K * V + cols[:, None] * V
+    state_at = (row.to(tl.int64) * HV + hv) * K * V
     Q = tl.load(q + batch64 * q_b + first64 * q_t + head * q_h + time * q_t + cols[None, :], mask=mask, other=0.0)
     keys = tl.load(k + batch64 * k_b + first64 * k_t + head * k_h + time * k_t + cols[None, :], mask=mask, other=0.0)
     q_norm = tl.full([SIZE], 1.0, tl.float32)
@@ -367,12 +426,35 @@ def channels_backward(
     G_last = tl.load(G + token * K + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
     # a step with itself
     diagonal = tl.load(d_attend + token * SIZE + own1 * SIZE + steps, mask=inside, other=0.0).to(tl.float32)[:, None]
-    d_query = diagonal * unit_keys
-    d_key = diagonal * unit_Q
-    dG = tl.zeros([SIZE, BK], tl.float32)
-    # within the chunk
     square = token * SIZE + own * SIZE + steps[None, :]
+    # either order needs the fewer registers where it stands
     if BY_HALVES:
+        d_query, d_key, dG = through_states(
+            do + token * V,
+            v_new + token * V,
+            h + state_at,
+            dh + state_at,
+            tl.load(d_grown + at, mask=mask, other=0.0),
+            unit_Q,
+            unit_keys,
+            Gc,
+            G_last,
+            steps,
+            cols,
+            mask,
+            inside,
+            count,
+            scale,
+            HV,
+            K,
+            V,
+            SIZE,
+            BK,
+            BV,
+            PRECISION,
+        )
+        d_query += diagonal * unit_keys
+        d_key += diagonal * unit_Q
         for level in range(6):
             d_query, d_key, dG = level_backward(
                 Q,
@@ -408,44 +490,36 @@ def channels_backward(
         dx_k = tl.dot(dA, y, input_precision=PRECISION)
         dy = tl.dot(tl.trans(dM), x_q, input_precision=PRECISION)
         dy += tl.dot(tl.trans(dA), x_k, input_precision=PRECISION)
-        d_query += dx_q * later
-        d_key += dx_k * later + dy * sooner
-        dG += x_q.to(tl.float32) * dx_q + x_k.to(tl.float32) * dx_k - y.to(tl.float32) * dy
-    # through the states
-    d_queries = tl.zeros([SIZE, BK], tl.float32)
-    d_left = tl.zeros([SIZE, BK], tl.float32)
-    for j in range(0, V, BV):
-        vc = j + tl.arange(0, BV)
-        v_mask = inside[:, None] & (vc[None, :] < V)
-        s_mask = (cols[:, None] < K) & (vc[None, :] < V)
-        value_at = token * V + own * V + vc[None, :]
-        dO = tl.load(do + value_at, mask=v_mask, other=0.0)
-        U = tl.load(v_new + value_at, mask=v_mask, other=0.0)
-        S = tl.load(h + state_at + vc[None, :], mask=s_mask, other=0.0)
-        dS = tl.load(dh + state_at + vc[None, :], mask=s_mask, other=0.0)
-        d_queries += tl.dot(dO, tl.trans(S), input_precision=PRECISION)
-        d_left += tl.dot(U, tl.trans(dS), input_precision=PRECISION)
-    # a loop of its own: see `inverse_norm`
-    kept = tl.zeros([BK], tl.float32)
-    for j in range(0, V, BV):
-        vc = j + tl.arange(0, BV)
-        s_mask = (cols[:, None] < K) & (vc[None, :] < V)
-        S = tl.load(h + state_at + vc[None, :], mask=s_mask, other=0.0).to(tl.float32)
-        dS = tl.load(dh + state_at + vc[None, :], mask=s_mask, other=0.0).to(tl.float32)
-        kept += tl.sum(S * dS, 1)
-    grown = tl.exp(Gc)
-    through = d_queries * grown * scale
-    d_query += through
-    dG += unit_Q * through
-    through = tl.load(d_grown + at, mask=mask, other=0.0).to(tl.float32) * grown
-    d_key += through
-    dG += unit_keys * through
-    left = d_left * tl.exp(G_last[None, :] - Gc)
-    d_key += left
-    # the keys that the next state takes carry e^{G_C - G}, of the last step 1 whatever G is
-    carried = tl.where((steps < count - 1)[:, None], unit_keys * left, 0.0)
-    at_last = tl.sum(carried, 0) + kept * tl.exp(G_last)
-    dG += tl.where((steps == count - 1)[:, None], at_last[None, :], -carried)
+        d_query = diagonal * unit_keys + dx_q * later
+        d_key = diagonal * unit_Q + dx_k * later + dy * sooner
+        dG = x_q.to(tl.float32) * dx_q + x_k.to(tl.float32) * dx_k - y.to(tl.float32) * dy
+        to_query, to_key, to_G = through_states(
+            do + token * V,
+            v_new + token * V,
+            h + state_at,
+            dh + state_at,
+            tl.load(d_grown + at, mask=mask, other=0.0),
+            unit_Q,
+            unit_keys,
+            Gc,
+            G_last,
+            steps,
+            cols,
+            mask,
+            inside,
+            count,
+            scale,
+            HV,
+            K,
+            V,
+            SIZE,
+            BK,
+            BV,
+            PRECISION,
+        )
+        d_query += to_query
+        d_key += to_key
+        dG += to_G
     d_gate = tl.cumsum(tl.where(mask, dG, 0.0), 0, reverse=True)
     if GATE:
         raw = tl.load(g + batch64 * g_b + first64 * g_t + hv64 * g_h + time * g_t + cols[None, :], mask=mask, other=0.0)

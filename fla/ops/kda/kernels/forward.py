@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import beta_of, inverse_norm, sigmoid, softplus
+from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
 from fla.ops.common.kernels.solve import below, spread, unit_lower_inverse
 
@@ -50,7 +50,7 @@ def gate_of(
 def from_middle(G_tile, G_ptr, cols, in_cols, inside, count, HV: tl.constexpr, K: tl.constexpr):
     """G_t - G_r for r in the middle of the chunk."""
     at = tl.load(G_ptr + (count // 2).to(tl.int64) * HV * K + cols, mask=in_cols, other=0.0)
-    return tl.where(inside, G_tile - at[None, :], 0.0)
+    return tl.where(inside, (G_tile - at[None, :]).to(tl.float32), 0.0)
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def level_decay(G_tile, G_ptr, steps, cols, inside, count, half, HV: tl.constexp
     boundary = (steps // (2 * half)) * (2 * half) + half
     known = inside & (boundary[:, None] < count)
     at = tl.load(G_ptr + boundary[:, None].to(tl.int64) * HV * K + cols[None, :], mask=known, other=0.0)
-    return tl.exp(-tl.abs(G_tile - at))
+    return exp32(-tl.abs(G_tile - at))
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def scores(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written, all `[B, T, HV, ·]` and contiguous: the running log decay G (float32, K); `attend`, the
+    """Grid (rows * HV,). Written, all `[B, T, HV, ·]` and contiguous: the running log decay G (wide, K); `attend`, the
     scores scale * tril(q k), and `lower`, the scores tril(k k, -1) in float32 (SIZE), but not of far chunks; and `far`
     `[rows, HV]`, 1 where they are left to `scores_by_halves`."""
     pid = tl.program_id(0)
@@ -159,10 +159,12 @@ def scores(
         mask = inside[:, None] & (cols[None, :] < K)
         gate = tl.load(g_ptr + time * g_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         gate = gate_of(gate, hv, cols, cols < K, A_log, dt_bias, lower_bound, K, GATE, HAS_A, HAS_BIAS, BOUNDED)
-        Gc = tl.cumsum(tl.where(mask, gate, 0.0), 0)
+        Gc = tl.cumsum(tl.where(mask, gate, 0.0).to(G.dtype.element_ty), 0)
         tl.store(G_ptr + own * K + cols[None, :], Gc, mask=mask)
         middle = tl.sum(tl.where((steps == count // 2)[:, None], Gc, 0.0), 0)
-        furthest = tl.maximum(furthest, tl.max(tl.max(tl.where(mask, tl.abs(Gc - middle[None, :]), 0.0), 1), 0))
+        furthest = tl.maximum(
+            furthest, tl.max(tl.max(tl.where(mask, tl.abs(Gc - middle[None, :]).to(tl.float32), 0.0), 1), 0)
+        )
         Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         diagonal += tl.sum(Q * keys, 1)
@@ -322,7 +324,7 @@ def near_scores(
     boundary = (steps // (2 * half)) * (2 * half) + half
     known = inside & (boundary < count)
     at = tl.load(G_ptr + boundary.to(tl.int64) * HV * K + cols[None, None, :], mask=known, other=0.0)
-    decay = tl.exp(-tl.abs(G_tile - at))
+    decay = exp32(-tl.abs(G_tile - at))
     t = tl.arange(0, 16)
     meet = below(t, half)[None, :, :]
     ke = (keys.to(tl.float32) * decay).to(keys.dtype)
@@ -423,10 +425,10 @@ def prepare(
         Gc = tl.load(G_ptr + at, mask=mask, other=0.0)
         G_last = tl.load(G_ptr + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        grown = tl.exp(Gc)
+        grown = exp32(Gc)
         W = tl.dot(for_w, (keys * grown).to(w.dtype.element_ty), input_precision=PRECISION)
         tl.store(w + token * K + at, W.to(w.dtype.element_ty), mask=mask)
-        left = keys * tl.exp(G_last[None, :] - Gc) * k_norm[:, None]
+        left = keys * exp32(G_last[None, :] - Gc) * k_norm[:, None]
         tl.store(kg + token * K + at, left.to(kg.dtype.element_ty), mask=mask)
         Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         tl.store(qg + token * K + at, (Q * grown * (q_norm * scale)[:, None]).to(qg.dtype.element_ty), mask=mask)

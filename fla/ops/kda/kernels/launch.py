@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from fla.ops.common.kernels.gates import sum_dtype
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
 from fla.ops.common.kernels.state_backward import states_backward
@@ -363,7 +364,7 @@ def within_chunks(
     kblocks = triton.cdiv(K, BK)
     # the recurrence was the last to read these two
     dq_heads, dk_heads = fresh(chunks.qg), fresh(chunks.kg)
-    dg = chunks.G if g.dtype == torch.float32 and not keep else torch.empty_like(chunks.G, dtype=g.dtype)
+    dg = chunks.G if g.dtype == chunks.G.dtype and not keep else torch.empty_like(chunks.G, dtype=g.dtype)
     # a table has rows without a chunk, whose parts no program writes
     parts = torch.zeros if layout.packed else torch.empty
     dA_parts = dbias_parts = None
@@ -436,7 +437,7 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
     def empty(width: int, dtype: torch.dtype = k.dtype) -> torch.Tensor:
         return torch.empty(B, T, HV, width, dtype=dtype, device=k.device)
 
-    G, lower = empty(K, torch.float32), empty(SIZE, torch.float32)
+    G, lower = empty(K, sum_dtype(k.dtype)), empty(SIZE, torch.float32)
     attend, inverse, w, u, kg, qg = (empty(width) for width in (SIZE, SIZE, K, V, K, K))
     far = torch.empty(layout.rows, HV, dtype=torch.int32, device=k.device)
     scores[(programs,)](
