@@ -3,7 +3,10 @@
 Errors are against float64 on the same (rounded) inputs, by two measures: `relative_rms` over everything, and `worst_row`
 so that one wrong block cannot hide in an average.
 
-**float64: 1e-10. float32: 1e-5.** Both are demands, not measurements: products are full float32.
+**float64: 1e-10. float32: 1e-5.** Both are demands, not measurements: products are full float32. The relative RMS of
+kernels is below 1e-6. But a row of 1 % of the median norm may be nothing but what rounding the others leaves: in five draws
+of the grid PyTorch's own float32, the reference, is off by 1.3e-5 on the worst rows of o, dq, dk and dv. Rows of those are
+allowed 1.5 times that from a kernel.
 
 **The reference** computes in float32 whatever it is given, so that a bfloat16 or float16 result is a float32 result
 rounded once. Rounding to nearest with p significant bits is off by at most 2^-p of each number (p = 8 and 11), and so of
@@ -11,7 +14,8 @@ each row and of everything. 1.5 times the largest relative RMS on the grid (`pyt
 
 **Kernels** multiply bfloat16 or float16 operands and accumulate in float32. `HalfOperands` does that to the reference,
 forward and backward; the bound of a kernel is 1.5 times the largest error that makes on the grid
-(`python -m tests.bounds`).
+(`python -m tests.bounds`). What is one number a head (A_log, dt_bias), or few blocks (rows of dg and dbeta), is a matter of
+chance: of those it is the largest in five draws (`python -m tests.bounds 5`).
 
 **Kernels off the grid**, at other sizes, lengths and gates: the worst row is the one whose terms cancel most, and the more
 rows there are, the worse it is, for `HalfOperands` as well. There a row is a block of 16 steps of a head, or the state of a
@@ -26,8 +30,17 @@ squares (per element of dt_bias).
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import sys
+from functools import partial
+from typing import ClassVar
+from unittest import mock
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fla.ops.common import chunked
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -42,10 +55,10 @@ _HALF = {
         'dk': (5.6e-3, 7.9e-2),
         'dv': (4.4e-3, 1.6e-1),
         'dinitial_state': (6.3e-3, 1.0e-2),
-        'dbeta': (4.9e-3, 3.3e-2),
-        'dg': (8.8e-3, 2.8e-2),
-        'dA_log': (6.1e-3, 6.1e-3),
-        'ddt_bias': (3.4e-3, 3.4e-3),
+        'dbeta': (4.9e-3, 6.9e-2),
+        'dg': (8.8e-3, 4.4e-2),
+        'dA_log': (2.6e-2, 2.6e-2),
+        'ddt_bias': (8.7e-3, 8.7e-3),
     },
     torch.float16: {
         'o': (6.2e-4, 1.3e-2),
@@ -55,12 +68,15 @@ _HALF = {
         'dv': (5.2e-4, 1.3e-2),
         # but for strong gates, where it is smaller than any float16
         'dinitial_state': (9.0e-4, 6.0e-3),
-        'dbeta': (6.7e-4, 4.8e-3),
-        'dg': (8.7e-4, 2.8e-3),
-        'dA_log': (1.8e-3, 1.8e-3),
-        'ddt_bias': (4.6e-4, 4.6e-4),
+        'dbeta': (6.7e-4, 1.8e-2),
+        'dg': (8.7e-4, 3.6e-3),
+        'dA_log': (2.0e-3, 2.0e-3),
+        'ddt_bias': (6.7e-4, 6.7e-4),
     },
 }
+
+# the worst row of the reference in float32, in five draws of the grid
+_CANCELLED = 1.3e-5
 
 GATE_FLOOR = 1e-3
 
@@ -77,7 +93,8 @@ def of_kernel(name: str, operands: torch.dtype) -> tuple[float, float]:
     """Bounds of the relative RMS and of the worst row of 'o', 'final' or 'd' + a parameter, of a kernel with such
     operands."""
     if operands in EXACT:
-        return EXACT[operands], EXACT[operands]
+        row = 1.5 * _CANCELLED if operands == torch.float32 and name in ('o', 'dq', 'dk', 'dv') else EXACT[operands]
+        return EXACT[operands], row
     rms, row = _HALF[operands][name]
     return 1.5 * rms, 1.5 * row
 
@@ -123,20 +140,37 @@ def in_blocks(x: torch.Tensor, steps: int = 16) -> torch.Tensor:
 
 
 class HalfOperands(TorchDispatchMode):
-    """Matrix products of float32 tensors whose operands are rounded to `dtype` first, accumulated in float32."""
+    """Matrix products of float32 tensors whose operands are rounded to `dtype` first, accumulated in float32. Triangular
+    systems are solved in float32, as the kernels invert them, and not by the products that the reference makes of them."""
+
+    _PRODUCTS: ClassVar = {torch.ops.aten.bmm: 0, torch.ops.aten.mm: 0, torch.ops.aten.baddbmm: 1}
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
+        self._solve = mock.patch.object(chunked, '_solve', partial(torch.linalg.solve_triangular, **_UNIT_LOWER))
+
+    def __enter__(self):
+        self._solve.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        self._solve.__exit__(*raised)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.mm):
-            args = tuple(x.to(self.dtype).to(x.dtype) if x.dtype == torch.float32 else x for x in args)
+        first = self._PRODUCTS.get(func.overloadpacket)
+        if first is not None:
+            rounded = (x.to(self.dtype).to(x.dtype) if x.dtype == torch.float32 else x for x in args[first:])
+            args = (*args[:first], *rounded)
         return func(*args, **(kwargs or {}))
 
 
-def main() -> None:
-    """Print the largest error of the reference and of `HalfOperands` for every quantity, over the grid."""
+_UNIT_LOWER = {'upper': False, 'unitriangular': True}
+
+
+def main(draws: int = 1) -> None:
+    """Print the largest error of the reference and of `HalfOperands` for every quantity, over the grid and some draws."""
     from tests.ops import delta_rules as rules
 
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -144,21 +178,18 @@ def main() -> None:
             if half and dtype not in ROUNDING:
                 continue
             worst: dict[str, tuple[float, float, str]] = {}
-            for function, name in rules.grid():
-                given = rules.on_grid(function, name, dtype=dtype)
+            for draw, (function, name) in itertools.product(range(draws), rules.grid()):
+                given = rules.on_grid(function, name, dtype=dtype, draw=draw)
 
                 def run(tensors, given=given, function=function):
                     return given.with_tensors(**tensors).call(function)
 
-                if half:
-                    with HalfOperands(dtype):
-                        found = rules.measure(given, run)
-                else:
+                with HalfOperands(dtype) if half else contextlib.nullcontext():
                     found = rules.measure(given, run)
                 for key, (rms, row, kind) in found.items():
                     key = f'{key} {str(kind).removeprefix("torch.")}'
                     old = worst.get(key, (0.0, 0.0, ''))
-                    label = f'{function.__name__}, {name}'
+                    label = f'{function.__name__}, {name}, draw {draw}'
                     worst[key] = max(old[0], rms), max(old[1], row), label if rms > old[0] else old[2]
             print(f'{dtype}, {"half operands" if half else "reference"}')
             for key, (rms, row, where) in sorted(worst.items()):
@@ -166,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    main(*map(int, sys.argv[1:]))

@@ -86,10 +86,11 @@ def case(
     A_log: bool = True,
     dt_bias: bool = True,
     device: str = 'cpu',
+    draw: int = 0,
     **options: Any,
 ) -> Case:
     """Normal q and v, unit k. The gate tensors are float32 unless the rest is float64, or `gate_dtype`."""
-    torch.manual_seed(T + 7 * K)
+    torch.manual_seed(T + 7 * K + 1000 * draw)
     per_channel = function in KDA
     raw = options.get('use_gate_in_kernel', False)
     cu_seqlens = None

@@ -25,38 +25,13 @@ SHORT = [
 
 
 def cases(functions, names, *dtypes):
-    """(function, name, dtype) of cases on the grid. What is known to exceed a bound is expected to, and said."""
+    """(function, name, dtype) of cases on the grid."""
     return [
-        pytest.param(
-            function, name, dtype, id=f'{function.__name__}-{name}-{str(dtype).removeprefix("torch.")}', marks=marks
-        )
+        pytest.param(function, name, dtype, id=f'{function.__name__}-{name}-{str(dtype).removeprefix("torch.")}')
         for function, name in grid(functions)
         for dtype in dtypes
         if name in names
-        for marks in [expected_beyond(function, name, dtype)]
     ]
-
-
-# float32 gates are summed over a chunk in float32: beside a sum of -1000, those of the steps around -1e-4 are lost
-SUMS = 'running sums of mixed gates in float32'
-BEYOND = {
-    ('chunk_gated_delta_rule', 'switching gates', FP32): (True, f'{SUMS}: dq 2.1e-5, worst row of dk 7.1e-5, bound 1e-5'),
-    ('chunk_kda', 'switching gates', FP32): (True, f'{SUMS}: dg 5.1e-5, worst row of dq 1.3e-4, bound 1e-5'),
-    ('chunk_gated_delta_rule', 'strong gates', FP32): (False, 'worst row of o 1.2e-5, bound 1e-5'),
-    ('chunk_gated_delta_rule', 'spread gates', FP32): (False, 'worst row of the final state 1.2e-5, bound 1e-5'),
-    ('chunk_kda', 'beyond a chunk', FP32): (False, 'worst row of o 1.1e-5, bound 1e-5'),
-    ('chunk_kda', 'strong gates', FP32): (False, 'worst row of dq 1.01e-5, bound 1e-5'),
-    ('chunk_kda', 'lower bound', FP32): (False, 'worst row of dq 1.7e-5, bound 1e-5'),
-    ('chunk_gated_delta_rule', 'weak gates', BF16): (False, 'worst row of dg 4.5e-2, bound 4.2e-2'),
-    ('chunk_gated_delta_rule', 'packed int64', BF16): (False, 'dA_log 1.1e-2, bound 9.2e-3; ddt_bias 5.5e-3, bound 5.1e-3'),
-    ('chunk_kda', 'everything', BF16): (False, 'ddt_bias 5.14e-3, bound 5.10e-3'),
-    ('chunk_kda', 'packed int64', BF16): (False, 'dA_log 9.6e-3, bound 9.2e-3'),
-}
-
-
-def expected_beyond(function, name, dtype):
-    strict, reason = BEYOND.get((function.__name__, name, dtype), (True, None))
-    return [pytest.mark.xfail(strict=strict, raises=AssertionError, reason=f'exceeds its bound: {reason}')] if reason else []
 
 
 on_the_grid = partial(pytest.mark.parametrize, ('function', 'name', 'dtype'))
