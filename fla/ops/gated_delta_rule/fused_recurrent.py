@@ -5,11 +5,26 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import dispatch, runs_on_triton
+from fla.ops.backends.tensors import any_requires_grad, in_func_transform
 from fla.ops.gated_delta_rule.checks import check_fused_recurrent
 
 
-def _has_gradient(gk: torch.Tensor | None, gv: torch.Tensor | None) -> tuple[bool, str | None]:
-    if torch.is_grad_enabled() and (gk is not None or gv is not None):
+def _has_gradient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    gk: torch.Tensor | None,
+    gv: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+) -> tuple[bool, str | None]:
+    if (gk is None and gv is None) or not torch.is_grad_enabled():
+        return True, None
+    # under a torch.func transform Dynamo says of no tensor that it requires grad
+    if in_func_transform() or any_requires_grad((q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)):
         return False, 'gk and gv have no gradient in Triton'
     return True, None
 

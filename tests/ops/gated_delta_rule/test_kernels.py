@@ -4,6 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.ops.backends import NoBackendError
 from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 from tests import bounds
 from tests.ops.delta_rules import FLAGS, case
@@ -24,8 +25,13 @@ def test_gates_of_channels_in_decoding(extra):
         given.with_tensors(**{n: x.double() for n, x in given.tensors.items()}),
         'reference',
     )
-    with torch.no_grad():  # there is no gradient of these gates in Triton
-        found = call(fused_recurrent_gated_delta_rule, given)
+    found = call(fused_recurrent_gated_delta_rule, given)
     for right, got in zip(exact, found, strict=True):
         assert bounds.relative_rms(right, got) <= bounds.of_reference(FP32)[0]
         assert bounds.worst_row(right, got) <= bounds.of_reference(FP32)[1]
+    # there is no gradient of these gates in Triton
+    given.tensors['v'].requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(call(fused_recurrent_gated_delta_rule, given)[0], found[0])
+    with pytest.raises(NoBackendError, match='no gradient in Triton'):
+        call(fused_recurrent_gated_delta_rule, given)
