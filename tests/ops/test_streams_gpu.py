@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip('triton')
 from fla.ops.backends import use_backend
+from tests import bounds
 from tests.ops.delta_rules import CHUNKED, FLAGS, FUNCTIONS, Case, case, name_of
 from tests.ops.kernels import BF16, assert_same, call, everything, operation, upstream
 
@@ -167,7 +168,10 @@ def test_compiled_decoding(function):
         for fresh in (given, renewed(given), given):
             torch.compiler.cudagraph_mark_step_begin()
             o, final = compiled(fresh.tensors)
-            assert_same(everything(function, fresh), {'o': o.clone(), 'final': final.clone()})
+            # compiled code specialises the kernel for strides, which may round differently
+            eager = everything(function, fresh)
+            for right, got in ((eager['o'], o), (eager['final'], final)):
+                assert bounds.relative_rms(right, got) <= bounds.of_reference(got.dtype)[0]
     torch._dynamo.reset()
 
 

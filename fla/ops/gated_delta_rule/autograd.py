@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fla.ops.backends.opaque import opaque
+from fla.ops.common.assembler import sound_products
 from fla.ops.common.kernels.decode import decode
 from fla.ops.common.kernels.gates import sum_dtype
 from fla.ops.common.triton_call import DEVICES, no_steps, on_device_of, require_triton
@@ -42,7 +43,7 @@ def _forward(
     v_first: bool,
 ) -> Any:
     options = _options(scale, l2norm, gate, sigmoid, double, v_first)
-    with on_device_of(q):
+    with on_device_of(q), sound_products(k, v, cu_seqlens is not None):
         return chunk_forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options, output_final_state)
 
 
@@ -97,7 +98,7 @@ def _backward(
     dfinal_state: torch.Tensor | None,
 ) -> Any:
     options = _options(scale, l2norm, gate, sigmoid, double, v_first)
-    with on_device_of(q):
+    with on_device_of(q), sound_products(k, v, cu_seqlens is not None):
         return tuple(
             chunk_backward(
                 q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, G, inverse, do, dfinal_state, options

@@ -2,9 +2,8 @@
 
 By halves: where A and B are the inverses of two neighbouring blocks and C is the block of I + L below the diagonal between
 them, the pair has the inverse [[A, 0], [-B C A, B]]. Starting from single steps, all pairs of one size are joined at once by
-two products, and six sizes join everything: four of them within the four 16 x 16 blocks of the diagonal, which takes
-products of that size only. A product of powers of I - L would need no masks, but its terms grow like binomials and cancel:
-with equal keys and beta = 1 it loses four digits.
+two products, and six sizes join everything. A product of powers of I - L would need no masks, but its terms grow like
+binomials and cancel: with equal keys and beta = 1 it loses four digits.
 """
 
 from __future__ import annotations
@@ -21,38 +20,20 @@ def below(steps, half):
 
 
 @triton.jit
+def unit_lower_inverse(L, PRECISION: tl.constexpr):
+    """`(I + L)^-1` of a strictly lower-triangular L `[64, 64]`, float32."""
+    steps = tl.arange(0, 64)
+    inverse = tl.where(steps[:, None] == steps[None, :], 1.0, 0.0) - tl.where(below(steps, 1), L, 0.0)
+    for level in range(1, 6):
+        pair = below(steps, 1 << level)
+        half_way = tl.dot(inverse, tl.where(pair, L, 0.0), input_precision=PRECISION)
+        inverse -= tl.where(pair, tl.dot(half_way, inverse, input_precision=PRECISION), 0.0)
+    return inverse
+
+
+@triton.jit
 def spread(blocks):
     """`[4, 16, 16]` to the blocks on the diagonal of `[64, 64]`, 0 elsewhere."""
     same = (tl.arange(0, 4)[:, None] == tl.arange(0, 4)[None, :])[:, :, None, None]
     full = tl.where(same, blocks[:, None, :, :], 0.0)
     return tl.reshape(tl.permute(full, (0, 2, 1, 3)), (64, 64))
-
-
-@triton.jit
-def diagonal_blocks(matrix):
-    """The inverse of `spread`."""
-    same = (tl.arange(0, 4)[:, None] == tl.arange(0, 4)[None, :])[:, None, :, None]
-    return tl.sum(tl.where(same, tl.reshape(matrix, (4, 16, 4, 16)), 0.0), 2)
-
-
-@triton.jit
-def join(inverse, L, pair, PRECISION: tl.constexpr):
-    """The inverse, with the pairs of blocks in the mask `pair` joined."""
-    half_way = tl.dot(inverse, tl.where(pair, L, 0.0), input_precision=PRECISION)
-    return inverse - tl.where(pair, tl.dot(half_way, inverse, input_precision=PRECISION), 0.0)
-
-
-@triton.jit
-def unit_lower_inverse(L, PRECISION: tl.constexpr):
-    """`(I + L)^-1` of a strictly lower-triangular L `[64, 64]`, float32."""
-    near = tl.arange(0, 16)
-    blocks = diagonal_blocks(L)
-    inverse = tl.where((near[:, None] == near[None, :])[None, :, :], 1.0, 0.0)
-    inverse -= tl.where(below(near, 1)[None, :, :], blocks, 0.0)
-    for level in tl.static_range(1, 4):
-        inverse = join(inverse, blocks, below(near, 1 << level)[None, :, :], PRECISION)
-    steps = tl.arange(0, 64)
-    whole = spread(inverse)
-    for level in tl.static_range(4, 6):
-        whole = join(whole, L, below(steps, 1 << level), PRECISION)
-    return whole

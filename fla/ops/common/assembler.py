@@ -1,0 +1,75 @@
+"""Which of Hopper's instructions the kernels may be compiled to.
+
+Triton before 3.9 assembles for Hopper with ptxas 12.8 or 12.9, which miscompiles some kernels that have several asynchronous
+products (wgmma): wrong numbers, or accesses outside of memory, while their neighbours are right (flash-linear-attention #640
+and #1262, Triton #11366 and #11781; mended in CUDA 13.1 and 13.3). Kernels that a card has shown to be right keep wgmma
+there. The others are compiled to the products of an A100, which Triton does while DISABLE_MMA_V3 is set; its caches on disk
+know the variable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from fla.utils.devices import capability_of
+
+_VARIABLE = 'DISABLE_MMA_V3'
+# Compilation reads the variable: one thread at a time has it set.
+_lock = threading.RLock()
+
+
+def is_sound() -> bool:
+    """Whether the assembler that Triton runs for Hopper is one without these faults."""
+    return _is_sound(os.environ.get('TRITON_PTXAS_PATH'))
+
+
+@functools.cache
+def _is_sound(path: str | None) -> bool:
+    if path is None:
+        import triton
+
+        return tuple(int(part) for part in triton.__version__.split('.')[:2]) >= (3, 9)
+    try:
+        answer = subprocess.run([path, '--version'], check=False, capture_output=True, text=True).stdout
+    except OSError:
+        return False
+    release = re.search(r'release (\d+)\.(\d+)', answer)
+    return release is not None and (int(release[1]), int(release[2])) >= (13, 3)
+
+
+def keeps_wgmma(k: torch.Tensor, v: torch.Tensor, packed: bool) -> bool:
+    """Whether the kernels of a chunked form of this call may use wgmma where there is one.
+
+    Held against float64 on an H100 and an H200 with Triton 3.6: bfloat16, K = V = 128, sequences of one length.
+    """
+    capability = capability_of(k.device)
+    if capability is None or capability[0] != 9 or torch.version.hip is not None:
+        return True
+    verified = k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128 and not packed
+    return verified or is_sound()
+
+
+@contextlib.contextmanager
+def sound_products(k: torch.Tensor, v: torch.Tensor, packed: bool) -> Iterator[None]:
+    """Within it, the kernels of such a call may be launched."""
+    if keeps_wgmma(k, v, packed):
+        yield
+        return
+    with _lock:
+        before = os.environ.get(_VARIABLE)
+        os.environ[_VARIABLE] = '1'
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_VARIABLE]
+            else:
+                os.environ[_VARIABLE] = before

@@ -1,0 +1,151 @@
+"""Where Hopper's assembler miscompiles, kernels that no card has verified are compiled without wgmma."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+from fla.ops.common import assembler
+from tests.ops.delta_rules import CHUNKED, KDA, case, name_of
+
+VARIABLE = 'DISABLE_MMA_V3'
+
+
+@pytest.fixture(autouse=True)
+def asked_anew(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv('TRITON_PTXAS_PATH', raising=False)
+    assembler._is_sound.cache_clear()
+    yield
+    assembler._is_sound.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ('version', 'sound'), [('3.3.1', False), ('3.6.0', False), ('3.8.0', False), ('3.9.0', True), ('3.10.0', True)]
+)
+def test_the_assembler_of_a_triton(monkeypatch, version, sound):
+    triton = pytest.importorskip('triton')
+    monkeypatch.setattr(triton, '__version__', version)
+    assert assembler.is_sound() is sound
+
+
+@pytest.mark.parametrize(
+    ('text', 'sound'),
+    [
+        ('Cuda compilation tools, release 12.8, V12.8.93', False),
+        ('Cuda compilation tools, release 13.0, V13.0.88', False),
+        ('Cuda compilation tools, release 13.3, V13.3.20', True),
+        ('Cuda compilation tools, release 14.0, V14.0.1', True),
+        ('no such words', False),
+    ],
+)
+def test_an_assembler_of_the_users_own(monkeypatch, tmp_path, text, sound):
+    path = tmp_path / 'ptxas'
+    path.write_text(f'#!/bin/sh\necho "{text}"\n')
+    path.chmod(0o755)
+    monkeypatch.setenv('TRITON_PTXAS_PATH', str(path))
+    assert assembler.is_sound() is sound
+
+
+def test_an_assembler_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setenv('TRITON_PTXAS_PATH', str(tmp_path / 'none'))
+    assert not assembler.is_sound()
+
+
+def tensors(dtype=torch.bfloat16, dims=(128, 128)):
+    return tuple(torch.empty(1, 4, 1, dim, dtype=dtype) for dim in dims)
+
+
+@pytest.mark.parametrize(
+    ('capability', 'sound', 'given', 'packed', 'kept'),
+    [
+        ((9, 0), False, {}, False, True),
+        ((9, 0), False, {}, True, False),
+        ((9, 0), False, {'dims': (64, 64)}, False, False),
+        ((9, 0), False, {'dims': (128, 64)}, False, False),
+        ((9, 0), False, {'dtype': torch.float16}, False, False),
+        ((9, 0), False, {'dtype': torch.float32}, False, False),
+        ((9, 0), True, {'dims': (64, 64)}, True, True),
+        ((8, 0), False, {'dims': (64, 64)}, True, True),
+        ((10, 0), False, {'dims': (64, 64)}, True, True),
+        (None, False, {'dims': (64, 64)}, True, True),
+    ],
+)
+def test_what_keeps_wgmma(monkeypatch, capability, sound, given, packed, kept):
+    monkeypatch.setattr(assembler, 'capability_of', lambda device: capability)
+    monkeypatch.setattr(assembler, 'is_sound', lambda: sound)
+    assert assembler.keeps_wgmma(*tensors(**given), packed) is kept
+    with assembler.sound_products(*tensors(**given), packed):
+        assert (os.environ.get(VARIABLE) == '1') is not kept
+    assert VARIABLE not in os.environ
+
+
+@pytest.fixture
+def unsound_hopper(monkeypatch):
+    monkeypatch.setattr(assembler, 'capability_of', lambda device: (9, 0))
+    monkeypatch.setattr(assembler, 'is_sound', lambda: False)
+
+
+@pytest.mark.usefixtures('unsound_hopper')
+@pytest.mark.parametrize('before', [None, '0', '1'])
+def test_the_variable_is_put_back(monkeypatch, before):
+    if before is not None:
+        monkeypatch.setenv(VARIABLE, before)
+
+    def fails():
+        with assembler.sound_products(*tensors(), True):
+            with assembler.sound_products(*tensors(), True):
+                pass
+            assert os.environ[VARIABLE] == '1'
+            raise ValueError('deliberate')
+
+    with pytest.raises(ValueError, match='deliberate'):
+        fails()
+    assert os.environ.get(VARIABLE) == before
+
+
+@pytest.mark.usefixtures('unsound_hopper')
+def test_threads():
+    """Nobody takes the variable away from another thread."""
+    errors = []
+
+    def work():
+        for _ in range(2000):
+            with assembler.sound_products(*given, True):
+                if os.environ.get(VARIABLE) != '1':
+                    errors.append(1)
+
+    given = tensors()
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert VARIABLE not in os.environ
+
+
+@pytest.mark.triton
+@pytest.mark.slow
+@pytest.mark.parametrize(('dim', 'lens'), [(128, None), (128, [5, 3]), (64, None)])
+@pytest.mark.parametrize('function', CHUNKED, ids=name_of)
+def test_what_is_compiled(function, dim, lens):
+    pytest.importorskip('triton')
+    from fla.ops.gated_delta_rule import autograd as gdn
+    from fla.ops.kda import autograd as kda
+    from tests.triton_support.compile_only import compile_only
+
+    given = case(function, dtype=torch.bfloat16, T=8, K=dim, V=dim, lens=lens)
+    q, k, v, g, beta, state = given.tensors.values()
+    flags = (dim**-0.5, True, False, False, False, False, False)
+    with compile_only((9, 0)) as compiled:
+        if function in KDA:
+            flags = (dim**-0.5, True, False, False, None, False, False, False, False, False)
+            kda._forward(q, k, v, g, beta, None, None, state, given.cu_seqlens, *flags)
+        else:
+            gdn._forward(q, k, v, g, beta, None, None, state, given.cu_seqlens, *flags)
+    products = {one.name: one.kernel.asm['ttgir'].count('warp_group_dot ') for one in compiled}
+    may = assembler.is_sound() or (dim == 128 and lens is None)
+    assert (sum(products.values()) > 0) is may, products
+    assert VARIABLE not in os.environ
