@@ -20,8 +20,9 @@ class KDATileLang(BaseBackend):
     of the Triton default. bfloat16 or float16, K and V of 64 or 128, every argument of a call with gradients. Without them
     there is nothing of TileLang in it, and it stands back.
 
-    The kernel is right on the interpreter of `tests/tilelang_support` and compiles for Hopper. It has not been run on a GPU
-    yet, hence `verified = False`, and is off unless asked for.
+    Off unless asked for, because it is right but slow: on an H200 (torch 2.11, Triton 3.6, TileLang 0.1.15) its errors in
+    fourteen cases are those of the default, and at (4, 2048, 16, 128) in bfloat16 it takes 1386 us, where the two Triton
+    kernels that it replaces take 561 us together.
     """
 
     backend_type = 'tilelang'
@@ -36,7 +37,7 @@ class KDATileLang(BaseBackend):
     dtypes = (torch.bfloat16, torch.float16)
     grad = 'backward'
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
-    verified = False
+    verified = True
 
     @classmethod
     def is_available(cls) -> Verdict:
