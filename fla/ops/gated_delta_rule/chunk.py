@@ -4,22 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import Verdict, dispatch, runs_on_triton
+from fla.ops.backends import dispatch
+from fla.ops.common.chunks_on_triton import ChunksOnTriton
 from fla.ops.gated_delta_rule.checks import check_chunk
-from fla.utils.devices import Device
-
-
-class CompilesHere(runs_on_triton):
-    """Triton 3.6 fails on the backward kernels for data-centre Blackwell: a pass of its compiler for bfloat16, more tensor
-    memory than there is for float32 with K = 256. Triton 3.9 compiles them."""
-
-    def probe(self, device: Device) -> Verdict:
-        import triton
-
-        version = tuple(int(part) for part in triton.__version__.split('.')[:2])
-        if device.platform == 'cuda' and (device.capability or (0, 0))[0] == 10 and version < (3, 9):
-            return False, f'needs Triton 3.9 on compute capability 10.x, has {triton.__version__}'
-        return True, None
 
 
 def _triton_chunks(chunk_size: int | None) -> tuple[bool, str | None]:
@@ -28,7 +15,7 @@ def _triton_chunks(chunk_size: int | None) -> tuple[bool, str | None]:
     return True, None
 
 
-@dispatch('gated_delta_rule', check=check_chunk, default_verifier=(CompilesHere, _triton_chunks))
+@dispatch('gated_delta_rule', check=check_chunk, default_verifier=(ChunksOnTriton, _triton_chunks))
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

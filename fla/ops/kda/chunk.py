@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import dispatch, runs_on_triton
+from fla.ops.backends import dispatch
+from fla.ops.common.chunks_on_triton import ChunksOnTriton
 from fla.ops.kda.checks import check_chunk
 
 
@@ -14,7 +15,7 @@ def _triton_chunks(chunk_size: int | None) -> tuple[bool, str | None]:
     return True, None
 
 
-@dispatch('kda', check=check_chunk, default_verifier=(runs_on_triton, _triton_chunks))
+@dispatch('kda', check=check_chunk, default_verifier=(ChunksOnTriton, _triton_chunks))
 def chunk_kda(
     q: torch.Tensor,
     k: torch.Tensor,

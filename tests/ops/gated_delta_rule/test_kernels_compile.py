@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip('triton')
 import triton
 
+from fla.ops.common.chunks_on_triton import ChunksOnTriton
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-from fla.ops.gated_delta_rule.chunk import CompilesHere
 from fla.ops.gated_delta_rule.kernels.launch import Options, chunk_backward, chunk_forward
 from fla.utils.devices import Device
 from tests.ops.delta_rules import FLAGS, RAW, case
@@ -21,7 +21,7 @@ OLD_TRITON = tuple(int(part) for part in triton.__version__.split('.')[:2]) < (3
 )
 def test_the_default_says_where_it_does_not_compile(monkeypatch, capability, version, usable):
     monkeypatch.setattr(triton, '__version__', version)
-    verdict, reason = CompilesHere().probe(Device('cuda', 0, 'some GPU', capability))
+    verdict, reason = ChunksOnTriton().probe(Device('cuda', 0, 'some GPU', capability))
     assert (verdict, 'needs Triton 3.9' in str(reason)) == (usable, not usable)
 
 

@@ -3,11 +3,15 @@
 import pytest
 
 pytest.importorskip('triton')
+import triton
+
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.kernels.launch import Settings, chunk_backward, chunk_forward
 from tests.ops.delta_rules import case
 from tests.ops.kernels import BF16, EVERYTHING, FP32
 from tests.triton_support.compile_only import compile_only
+
+OLD_TRITON = tuple(int(part) for part in triton.__version__.split('.')[:2]) < (3, 9)
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]
 
@@ -16,7 +20,9 @@ pytestmark = [pytest.mark.triton, pytest.mark.slow]
     ('capability', 'dtype', 'dim'),
     [((9, 0), BF16, 128), ((8, 0), BF16, 128), ((10, 0), BF16, 128), ((12, 0), BF16, 128), ((9, 0), FP32, 256)],
 )
-def test_compiles(capability, dtype, dim):
+def test_compiles(request, capability, dtype, dim):
+    if capability == (10, 0) and OLD_TRITON:
+        request.applymarker(pytest.mark.xfail(strict=True, reason='Triton before 3.9; the default says so there'))
     given = case(chunk_kda, dtype=dtype, T=8, HV=2, K=dim, V=dim, **EVERYTHING)
     q, k, v, g, beta, A_log, dt_bias, state = given.tensors.values()
     settings = Settings(dim**-0.5, normalise=True, gate=True, sigmoid=True, double=True, v_first=True)

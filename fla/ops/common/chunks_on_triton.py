@@ -1,0 +1,19 @@
+"""What the Triton defaults of the chunked forms need."""
+
+from __future__ import annotations
+
+from fla.ops.backends import Verdict, runs_on_triton
+from fla.utils.devices import Device
+
+
+class ChunksOnTriton(runs_on_triton):
+    """Triton 3.6 fails on kernels of both families for data-centre Blackwell: its compiler crashes on bfloat16, and float32
+    with K = 256 takes more tensor memory than there is. Triton 3.9 compiles them."""
+
+    def probe(self, device: Device) -> Verdict:
+        import triton
+
+        version = tuple(int(part) for part in triton.__version__.split('.')[:2])
+        if device.platform == 'cuda' and (device.capability or (0, 0))[0] == 10 and version < (3, 9):
+            return False, f'needs Triton 3.9 on compute capability 10.x, has {triton.__version__}'
+        return True, None
