@@ -141,7 +141,11 @@ def rows(backends: list[str] | None, ops: list[str], shapes: list[tuple[int, ...
                 if backend not in ('default', FLA):
                     continue
                 for batch in DECODE:
-                    yield {'op': op, 'backend': backend, 'decode': batch, **decoding(op, batch)}
+                    try:
+                        row = decoding(op, batch)
+                    except Exception as refused:
+                        row = {'refused': f'{type(refused).__name__}: {refused}'.splitlines()[0][:300]}
+                    yield {'op': op, 'backend': backend, 'decode': batch, **row}
 
 
 def main() -> None:
@@ -159,8 +163,13 @@ def main() -> None:
         for row in rows([FLA], ops, shapes):
             print(json.dumps(row), flush=True)
         return
+    if not torch.cuda.is_available():
+        print('These kernels need a GPU: nothing is measured here.')
+        return
     import triton
 
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {
         'card': torch.cuda.get_device_name(),
         'versions': {'torch': torch.__version__, 'triton': triton.__version__, 'python': platform.python_version()},
@@ -186,6 +195,8 @@ def main() -> None:
             for line in process.stdout:
                 if line.startswith('{'):
                     add(json.loads(line))
+        if process.returncode:
+            sys.exit(f'{FLA} ended with status {process.returncode}; its rows are not complete')
 
 
 if __name__ == '__main__':

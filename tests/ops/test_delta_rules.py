@@ -211,7 +211,9 @@ def test_strided_inputs_and_same_bits_twice(function, options):
 
 @every_function
 @pytest.mark.parametrize(
-    'options', [{'T': 0, 'B': 2}, {'T': 5, 'B': 0}, {'lens': []}, {'lens': [0, 0]}, {'lens': [0]}, {'T': 0, 'B': 0}], ids=str
+    'options',
+    [{'T': 0, 'B': 2}, {'T': 5, 'B': 0}, {'T': 1, 'B': 0}, {'lens': []}, {'lens': [0, 0]}, {'lens': [0]}, {'T': 0, 'B': 0}],
+    ids=str,
 )
 def test_nothing_to_do(function, options):
     given = case(function, H=2, HV=4, **options)

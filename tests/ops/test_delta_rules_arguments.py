@@ -420,3 +420,18 @@ for f in (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, chunk_kda, f
     environment.pop('TRITON_INTERPRET', None)
     done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('scale', ['a', True, torch.tensor([1.0, 2.0])], ids=['text', 'bool', 'tensor'])
+@every_function
+def test_scale_is_a_number(function, scale):
+    with pytest.raises(TypeError, match='scale must be a number or None'):
+        case(function, T=3).call(function, scale=scale)
+
+
+@pytest.mark.parametrize('scale', [1, 0.5])
+@every_function
+def test_scale_of_either_kind(function, scale):
+    given = case(function, T=3)
+    o, _ = given.call(function, scale=scale)
+    torch.testing.assert_close(o * 2, given.call(function, scale=2.0 * scale)[0])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.ops.backends import explain
 from tests import bounds
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, GDN, case, definition, grid, name_of, strided
 from tests.ops.kernels import BF16, EVERYTHING, FP16, FP32, assert_same, beyond, call, check, check_on_grid, everything
@@ -129,3 +130,38 @@ def test_the_bounds_can_be_exceeded():
     right, _, _ = definition(given, {name: x.double() for name, x in given.tensors.items()})
     assert bounds.relative_rms(right, call(function, spoilt)[0]) > 10 * bounds.of_kernel('o', FP32)[0]
     assert beyond(function, given) == []
+
+
+@every_chunked
+def test_a_gate_of_minus_infinity(function):
+    """Its step forgets everything, and nothing is NaN."""
+    check(function, case(function, strength='reset', T=70, K=16, V=16))
+
+
+@pytest.mark.parametrize('shape', [(1, 1, -1, 1), (-1,)], ids=str)
+@pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
+def test_gate_parameters_of_any_shape_and_strides(function, shape):
+    given = case(function, T=5, H=1, HV=4, K=16, V=16, **EVERYTHING)
+    for name in ('A_log', 'dt_bias'):
+        x = given.tensors[name]
+        given.tensors[name] = torch.stack((x, torch.full_like(x, 9.0)), 1)[:, 0].view(shape if name == 'A_log' else -1)
+    assert given.tensors['A_log'].stride(-2 if len(shape) > 1 else -1) == 2
+    check(function, given)
+
+
+@pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
+def test_float64_is_for_the_reference(function):
+    given = case(function, T=2, dtype=torch.float64)
+    decision = explain(function, **given.tensors)
+    assert decision['default'].verdict == 'rejected'
+    assert "dtype of 'q'" in decision['default'].reason
+    assert decision.winner == 'reference'
+
+
+@every_chunked
+def test_no_steps_stay_in_the_graph(function):
+    given = case(function, T=0, K=16, V=16)
+    leaves = {name: x.requires_grad_() for name, x in given.tensors.items()}
+    o, _ = call(function, given)
+    (gradient,) = torch.autograd.grad(o.sum(), [leaves['v']])
+    assert gradient.shape == leaves['v'].shape

@@ -26,6 +26,15 @@ _VARIABLE = 'DISABLE_MMA_V3'
 _lock = threading.RLock()
 
 
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+# another thread may hold it during a fork, and does not exist in the child
+os.register_at_fork(after_in_child=_new_lock)
+
+
 def is_sound() -> bool:
     """Whether the assembler that Triton runs for Hopper is one without these faults."""
     return _is_sound(os.environ.get('TRITON_PTXAS_PATH'))
@@ -34,9 +43,7 @@ def is_sound() -> bool:
 @functools.cache
 def _is_sound(path: str | None) -> bool:
     if path is None:
-        import triton
-
-        return tuple(int(part) for part in triton.__version__.split('.')[:2]) >= (3, 9)
+        return _triton() >= (3, 9)
     try:
         answer = subprocess.run([path, '--version'], check=False, capture_output=True, text=True).stdout
     except OSError:
@@ -45,16 +52,24 @@ def _is_sound(path: str | None) -> bool:
     return release is not None and (int(release[1]), int(release[2])) >= (13, 3)
 
 
+def _triton() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split('.')[:2])
+
+
 def keeps_wgmma(k: torch.Tensor, v: torch.Tensor, packed: bool) -> bool:
     """Whether the kernels of a chunked form of this call may use wgmma where there is one.
 
-    Held against float64 on an H100 and an H200 with Triton 3.6: bfloat16, K = V = 128, sequences of one length.
+    Held against float64 on an H100 and an H200 with Triton 3.6: bfloat16, K = V = 128, sequences of one length. A kernel
+    that may have it can be compiled without, beside a call on another thread or after one that shares it: only slower.
     """
     capability = capability_of(k.device)
     if capability is None or capability[0] != 9 or torch.version.hip is not None:
         return True
-    verified = k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128 and not packed
-    return verified or is_sound()
+    if is_sound():
+        return True
+    return k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128 and not packed and _triton() == (3, 6)
 
 
 @contextlib.contextmanager
@@ -69,7 +84,5 @@ def sound_products(k: torch.Tensor, v: torch.Tensor, packed: bool) -> Iterator[N
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[_VARIABLE]
-            else:
-                os.environ[_VARIABLE] = before
+            # '0' instead of deleting it: a thread that copies the environment meanwhile must not miss a name
+            os.environ[_VARIABLE] = '0' if before is None else before

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -68,6 +69,13 @@ def _is_plain_state(
 ) -> bool:
     dims = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
     return state.shape == (count, v.shape[2], *dims) and state.dtype in (torch.float32, q.dtype) and state.device == q.device
+
+
+def check_scale(scale: object) -> None:
+    """A number, or None for 1 / sqrt(K)."""
+    known = isinstance(scale, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(scale, bool)
+    if scale is not None and not known:
+        raise TypeError(f'scale must be a number or None, got {type(scale).__name__}')
 
 
 def check_given(**tensors: torch.Tensor | None) -> None:
@@ -259,6 +267,7 @@ __all__ = [
     'check_lower_bound',
     'check_per_token',
     'check_qkv',
+    'check_scale',
     'check_state',
     'check_tensors',
 ]

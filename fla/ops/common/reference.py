@@ -26,7 +26,7 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class Result:
     """o `[B, T, HV, V]` in v's dtype, the final state and, if asked for, the states before each chunk
-    `[B, chunks, HV, K, V]`, wide."""
+    `[B, chunks, HV, K, V]`, wide; states are laid out like the initial one."""
 
     o: torch.Tensor
     final: torch.Tensor
@@ -188,7 +188,7 @@ def _decode(
             state = wide(state).to(v.dtype)
             state = (state.transpose(-1, -2) if state_v_first else state).reshape(rows, dim, value_dim)
         if g is not None:
-            state = state * wide(g).exp().reshape(rows, -1, 1)
+            state = state * wide(g).exp().reshape(rows, dim if g.dim() == 4 else 1, 1)
         update = wide(beta).reshape(rows, 1, 1) * torch.baddbmm(v, k, state, alpha=-1)
         after = torch.baddbmm(state, k.transpose(1, 2), update)
         return torch.bmm(q * scale, after), after, after

@@ -30,7 +30,14 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which in an autograd thread, or beside a second GPU, is not the tensor's."""
     if tensor.is_cuda and torch.cuda.current_device() != tensor.get_device():
         return torch.cuda.device(tensor.device)
+    if tensor.is_xpu and torch.xpu.current_device() != tensor.get_device():
+        return torch.xpu.device(tensor.device)
     return contextlib.nullcontext()
+
+
+def flat(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """A_log or dt_bias, of any shape and strides, as the kernels read it."""
+    return None if parameter is None else parameter.reshape(-1).contiguous()
 
 
 def no_steps(
@@ -43,4 +50,5 @@ def no_steps(
         final = v.new_zeros((count, v.shape[2], *dims), dtype=torch.float32)
         if initial_state is not None:
             final = initial_state.to(torch.float32, copy=True)
-    return v.new_empty(v.shape), final
+    # zeros that stay in the graph of v; not a product with 0, which infinite values survive
+    return v.masked_fill(torch.ones((), dtype=torch.bool, device=v.device), 0.0), final

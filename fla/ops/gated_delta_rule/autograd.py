@@ -8,9 +8,9 @@ import torch
 
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.assembler import sound_products
+from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.decode import decode
-from fla.ops.common.kernels.gates import sum_dtype
-from fla.ops.common.triton_call import DEVICES, no_steps, on_device_of, require_triton
+from fla.ops.common.triton_call import DEVICES, flat, no_steps, on_device_of, require_triton
 from fla.ops.gated_delta_rule.kernels.launch import Options, chunk_backward, chunk_forward
 
 _TENSORS = (
@@ -18,10 +18,6 @@ _TENSORS = (
     'Tensor? cu_seqlens'
 )
 _FLAGS = 'float scale, bool output_final_state, bool l2norm, bool gate, bool sigmoid, bool double, bool v_first'
-
-
-def _options(scale: float, l2norm: bool, gate: bool, sigmoid: bool, double: bool, v_first: bool) -> Options:
-    return Options(scale, l2norm, gate, sigmoid, double, v_first)
 
 
 def _forward(
@@ -42,9 +38,11 @@ def _forward(
     double: bool,
     v_first: bool,
 ) -> Any:
-    options = _options(scale, l2norm, gate, sigmoid, double, v_first)
+    options = Options(scale, l2norm, gate, sigmoid, double, v_first)
     with on_device_of(q), sound_products(k, v, cu_seqlens is not None):
-        return chunk_forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options, output_final_state)
+        return chunk_forward(
+            q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, cu_seqlens, options, output_final_state
+        )
 
 
 def _fake(
@@ -72,7 +70,7 @@ def _fake(
     if output_final_state:
         dims = (value_dim, dim) if v_first else (dim, value_dim)
         final = q.new_empty((count, heads, *dims), dtype=torch.float32)
-    G = q.new_empty((batch, length, heads), dtype=sum_dtype(q.dtype))
+    G = q.new_empty((batch, length, heads), dtype=precisions.of_sums(q.dtype))
     return v.new_empty(v.shape), final, G, q.new_empty((batch, length, heads, 64))
 
 
@@ -97,13 +95,15 @@ def _backward(
     do: torch.Tensor,
     dfinal_state: torch.Tensor | None,
 ) -> Any:
-    options = _options(scale, l2norm, gate, sigmoid, double, v_first)
+    options = Options(scale, l2norm, gate, sigmoid, double, v_first)
     with on_device_of(q), sound_products(k, v, cu_seqlens is not None):
-        return tuple(
-            chunk_backward(
-                q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, G, inverse, do, dfinal_state, options
-            )
+        gradients = chunk_backward(
+            *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, cu_seqlens),
+            *(G, inverse, do, dfinal_state, options),
         )
+    d_A_log = None if A_log is None or gradients.A_log is None else gradients.A_log.reshape(A_log.shape)
+    d_dt_bias = None if dt_bias is None or gradients.dt_bias is None else gradients.dt_bias.reshape(dt_bias.shape)
+    return (*gradients[:5], d_A_log, d_dt_bias, gradients.initial_state)
 
 
 _chunk = opaque(
@@ -217,8 +217,8 @@ def fused_recurrent(
         gk,
         gv,
         beta,
-        A_log,
-        dt_bias,
+        flat(A_log),
+        flat(dt_bias),
         initial_state,
         cu_seqlens,
         scale,

@@ -14,6 +14,7 @@ from fla.ops.common.checks import (
     check_log_gate,
     check_per_token,
     check_qkv,
+    check_scale,
     check_state,
 )
 
@@ -24,6 +25,7 @@ def check_chunk(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
+    scale: float | None,
     initial_state: torch.Tensor | None,
     state_v_first: bool,
     cu_seqlens: torch.Tensor | None,
@@ -41,11 +43,13 @@ def check_chunk(
     plain = plain and cp_context is None and chunk_size is None
     if (
         plain
+        and (scale is None or type(scale) is float)
         and not use_gate_in_kernel
         and not check_values
         and are_plain(q, k, v, g, beta, initial_state, state_v_first, False)
     ):
         return
+    check_scale(scale)
     check_given(q=q, k=k, v=v, g=g, beta=beta)
     check_tensors(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias
@@ -69,6 +73,7 @@ def check_fused_recurrent(
     gk: torch.Tensor | None,
     gv: torch.Tensor | None,
     beta: torch.Tensor | None,
+    scale: float | None,
     initial_state: torch.Tensor | None,
     state_v_first: bool,
     cu_seqlens: torch.Tensor | None,
@@ -81,6 +86,7 @@ def check_fused_recurrent(
     plain = gk is gv is cu_seqlens is A_log is dt_bias is None
     if (
         plain
+        and (scale is None or type(scale) is float)
         and g is not None
         and beta is not None
         and not use_gate_in_kernel
@@ -88,6 +94,7 @@ def check_fused_recurrent(
         and are_plain(q, k, v, g, beta, initial_state, state_v_first, False)
     ):
         return
+    check_scale(scale)
     check_given(q=q, k=k, v=v)
     check_tensors(
         q=q,

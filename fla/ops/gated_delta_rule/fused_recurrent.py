@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import dispatch, runs_on_triton
+from fla.ops.backends import dispatch
 from fla.ops.backends.tensors import any_requires_grad, in_func_transform
+from fla.ops.common.on_triton import DeltaRuleOnTriton
 from fla.ops.gated_delta_rule.checks import check_fused_recurrent
 
 
@@ -29,7 +30,7 @@ def _has_gradient(
     return True, None
 
 
-@dispatch('gated_delta_rule', check=check_fused_recurrent, default_verifier=(runs_on_triton, _has_gradient))
+@dispatch('gated_delta_rule', check=check_fused_recurrent, default_verifier=(DeltaRuleOnTriton, _has_gradient))
 def fused_recurrent_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

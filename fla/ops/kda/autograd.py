@@ -9,10 +9,10 @@ import torch
 
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.assembler import sound_products
+from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.decode import decode
-from fla.ops.common.kernels.gates import sum_dtype
 from fla.ops.common.kernels.layout import layout_of
-from fla.ops.common.triton_call import DEVICES, no_steps, on_device_of, require_triton
+from fla.ops.common.triton_call import DEVICES, flat, no_steps, on_device_of, require_triton
 from fla.ops.kda.kernels.launch import SIZE, Saved, Settings, Within, chunk_backward, chunk_forward, within_chunks
 
 _TENSORS = (
@@ -52,14 +52,10 @@ def _forward(
     state = None if initial_state is None else initial_state.contiguous()
     with on_device_of(q), sound_products(k, v, cu_seqlens is not None):
         o, final, saved, h = chunk_forward(
-            q, k, v, g, beta, settings, state, output_final_state, _flat(A_log), _flat(dt_bias), cu_seqlens, keep
+            q, k, v, g, beta, settings, state, output_final_state, flat(A_log), flat(dt_bias), cu_seqlens, keep
         )
     kept = saved[11:] if keep else (None,) * len(_KEPT)
     return o, final, (h.clone() if keep else h) if states else None, *kept
-
-
-def _flat(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    return None if parameter is None else parameter.reshape(-1).contiguous()
 
 
 def _fake(
@@ -97,7 +93,7 @@ def _fake(
     if keep:
         token = (batch, length, heads)
         kept = (
-            q.new_empty((*token, dim), dtype=sum_dtype(q.dtype)),
+            q.new_empty((*token, dim), dtype=precisions.of_sums(q.dtype)),
             q.new_empty((rows, heads), dtype=torch.int32),
             q.new_empty((*token, SIZE)),
             q.new_empty((*token, SIZE), dtype=torch.float32),
@@ -151,7 +147,7 @@ def backward_with(within: Callable[..., Within]) -> Callable[..., Any]:
             layout = layout_of(q.shape[0], q.shape[1], SIZE, cu_seqlens)
             kept = (G, far, attend, lower, inverse, w, kg, qg, h, v_new)
             saved = Saved(
-                q, k, v, g, beta, _flat(A_log), _flat(dt_bias), state, cu_seqlens, layout.table, layout.offsets, *kept
+                q, k, v, g, beta, flat(A_log), flat(dt_bias), state, cu_seqlens, layout.table, layout.offsets, *kept
             )
             final = None if dfinal_state is None else dfinal_state.contiguous()
             gradients = chunk_backward(saved, settings, do.contiguous(), final, within=within)
@@ -301,8 +297,8 @@ def fused_recurrent(
         g,
         None,
         beta,
-        _flat(A_log),
-        _flat(dt_bias),
+        flat(A_log),
+        flat(dt_bias),
         initial_state,
         cu_seqlens,
         scale,

@@ -15,6 +15,7 @@ from fla.ops.common.checks import (
     check_lower_bound,
     check_per_token,
     check_qkv,
+    check_scale,
     check_state,
 )
 
@@ -25,6 +26,7 @@ def check_chunk(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
+    scale: float | None,
     initial_state: torch.Tensor | None,
     use_gate_in_kernel: bool,
     safe_gate: bool,
@@ -42,12 +44,14 @@ def check_chunk(
     """See `chunk_kda`."""
     plain = cu_seqlens is cu_seqlens_cpu is A_log is dt_bias is None
     plain = plain and cp_context is None and lower_bound is None and chunk_size is None
+    plain = plain and (scale is None or type(scale) is float)
     if (
         plain
         and not (use_gate_in_kernel or return_intermediate_states or check_values)
         and are_plain(q, k, v, g, beta, initial_state, state_v_first, True)
     ):
         return
+    check_scale(scale)
     _check(q, k, v, g, beta, initial_state, use_gate_in_kernel, lower_bound, A_log, dt_bias, cu_seqlens)
     check_lower_bound(safe_gate, use_gate_in_kernel, lower_bound)
     count = check_cu_seqlens(q, cu_seqlens, cu_seqlens_cpu, check_values)
@@ -67,6 +71,7 @@ def check_fused_recurrent(
     beta: torch.Tensor,
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
+    scale: float | None,
     initial_state: torch.Tensor | None,
     use_gate_in_kernel: bool,
     lower_bound: float | None,
@@ -76,6 +81,7 @@ def check_fused_recurrent(
 ) -> None:
     """See `fused_recurrent_kda`."""
     plain = cu_seqlens is A_log is dt_bias is None and lower_bound is None
+    plain = plain and (scale is None or type(scale) is float)
     if (
         plain
         and not use_gate_in_kernel
@@ -83,6 +89,7 @@ def check_fused_recurrent(
         and are_plain(q, k, v, g, beta, initial_state, state_v_first, True)
     ):
         return
+    check_scale(scale)
     _check(q, k, v, g, beta, initial_state, use_gate_in_kernel, lower_bound, A_log, dt_bias, cu_seqlens)
     check_lower_bound(False, use_gate_in_kernel, lower_bound)
     count = check_cu_seqlens(q, cu_seqlens, None, check_values)

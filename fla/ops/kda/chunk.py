@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import dispatch
-from fla.ops.common.chunks_on_triton import ChunksOnTriton
+from fla.ops.common.on_triton import ChunksOnTriton
 from fla.ops.kda.checks import check_chunk
 
 

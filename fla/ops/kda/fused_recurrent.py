@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import dispatch, runs_on_triton
+from fla.ops.backends import dispatch
+from fla.ops.common.on_triton import DeltaRuleOnTriton
 from fla.ops.kda.checks import check_fused_recurrent
 
 
-@dispatch('kda', check=check_fused_recurrent, default_verifier=runs_on_triton)
+@dispatch('kda', check=check_fused_recurrent, default_verifier=DeltaRuleOnTriton)
 def fused_recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip('triton')
 import triton
 
-from fla.ops.common.chunks_on_triton import ChunksOnTriton
+from fla.ops.common.on_triton import ChunksOnTriton
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.kernels.launch import Options, chunk_backward, chunk_forward
 from fla.utils.devices import Device

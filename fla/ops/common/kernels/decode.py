@@ -76,8 +76,8 @@ def decode(
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel),
         *(initial_state is not None, final is not None, state_v_first, cu_seqlens is not None),
     )
-    # Triton launches on the current device
-    if not q.is_cuda or type(q) is not torch.Tensor or torch.compiler.is_compiling():
+    # Triton launches on the current device. ROCm's specialises pointers by the size of their memory as well.
+    if not q.is_cuda or torch.version.hip is not None or type(q) is not torch.Tensor or torch.compiler.is_compiling():
         with on_device_of(q):
             recurrent[(programs,)](*tensors, *numbers, *constants, **_options(constants))
     elif (device := q.get_device()) == torch.cuda.current_device():

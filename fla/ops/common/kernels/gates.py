@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-
-
-def sum_dtype(operands: torch.dtype) -> torch.dtype:
-    """The type of running sums of log decays. See `exp32`."""
-    return torch.float64 if operands == torch.float32 else torch.float32
 
 
 @triton.jit

@@ -16,12 +16,12 @@ from fla.ops.common.kernels.solve import unit_lower_inverse
 
 @triton.jit
 def gate_of(g, hv, A_log, dt_bias, GATE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The log decay: g itself, or -exp(A_log) softplus(g + dt_bias)."""
+    """The log decay: g itself, or -exp(A_log) softplus(g + dt_bias); at least -1000, because -inf - -inf is NaN."""
     if GATE:
         if HAS_BIAS:
             g += tl.load(dt_bias + hv).to(tl.float32)
         g = -tl.exp(tl.load(A_log + hv).to(tl.float32)) * softplus(g)
-    return g
+    return tl.where(g < -1000.0, -1000.0, g)
 
 
 @triton.jit(do_not_specialize=['T'])

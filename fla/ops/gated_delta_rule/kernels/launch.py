@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from fla.ops.common.kernels.gates import sum_dtype
+from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
 from fla.ops.common.kernels.state_backward import states_backward
@@ -77,7 +77,7 @@ def chunk_forward(
     layout = layout_of(batch, length, CHUNK, cu_seqlens)
     common = _common(q, v, layout)
     rule = _Rule(q, dim_k, dim_v)
-    G = _empty(q, batch, length, heads, dtype=sum_dtype(q.dtype))
+    G = _empty(q, batch, length, heads, dtype=precisions.of_sums(q.dtype))
     rk = _empty(q, batch, length, heads, dtype=torch.float32) if options.use_qk_l2norm_in_kernel else G
     inverse = _empty(q, batch, length, heads, CHUNK)
     w = _empty(q, batch, length, heads, dim_k)
@@ -322,7 +322,7 @@ def _common(q: torch.Tensor, v: torch.Tensor, layout: Layout) -> dict[str, Any]:
         'V': v.shape[3],
         'SIZE': layout.size,
         'PACKED': layout.packed,
-        'PRECISION': 'tf32x3' if q.dtype == torch.float32 else 'tf32',
+        'PRECISION': precisions.of_products(q.dtype),
     }
 
 

@@ -35,7 +35,8 @@ def gate_of(
     HAS_BIAS: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """The log decay of a tile `[steps, channels]`: g itself, or the gate of raw values."""
+    """The log decay of a tile `[steps, channels]`: g itself, or the gate of raw values. At least -1000, because -inf - -inf
+    is NaN."""
     if GATE:
         if HAS_BIAS:
             g += tl.load(dt_bias + hv * K + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
@@ -43,7 +44,7 @@ def gate_of(
         if HAS_A:
             rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
         g = lower_bound * sigmoid(rate * g) if BOUNDED else -rate * softplus(g)
-    return g
+    return tl.where(g < -1000.0, -1000.0, g)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from fla.ops.common.kernels.gates import sum_dtype
+from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
 from fla.ops.common.kernels.state_backward import states_backward
@@ -159,7 +159,7 @@ def chunk_forward(
         BK=_block(K, 128 if k.element_size() == 2 else 64),
         BV=BV,
         PACKED=layout.packed,
-        PRECISION=_precision(k),
+        PRECISION=precisions.of_products(k.dtype),
     )
     return o, final, Saved(*saved[:11], *chunks) if keep else saved, chunks.h
 
@@ -181,7 +181,6 @@ def chunk_backward(
     settings: Settings,
     do: torch.Tensor,
     d_final: torch.Tensor | None = None,
-    needs_initial: bool = True,
     within: Callable[..., Within] | None = None,
 ) -> Gradients:
     """Gradients of everything the forward was given.
@@ -190,7 +189,6 @@ def chunk_backward(
         saved, settings: of `chunk_forward`.
         do: of o, in its dtype.
         d_final: of the final state, or None.
-        needs_initial: whether the gradient of the initial state is wanted, if one was given.
         within: computes what `within_chunks` does, by default that.
     """
     q, k, v = saved[:3]
@@ -205,7 +203,7 @@ def chunk_backward(
     chunks = _Chunks(*saved[11:]) if keep else _chunks(saved, settings, layout, None)  # type: ignore[arg-type]
     programs = layout.rows * HV
     do = do.contiguous()
-    precision = _precision(k)
+    precision = precisions.of_products(k.dtype)
 
     du = torch.empty_like(chunks.v_new)
     BV = _block(V, 64)
@@ -225,7 +223,7 @@ def chunk_backward(
     )
     dh = torch.empty_like(chunks.h)
     d_initial = None
-    if initial_state is not None and needs_initial:
+    if initial_state is not None:
         d_initial = torch.empty_like(initial_state)
     d_final = None if d_final is None else d_final.contiguous()
     BV = _state_block(k, V)
@@ -311,7 +309,7 @@ def within_chunks(
     HV, V = v.shape[2:]
     programs = layout.rows * HV
     keep = saved.G is not None
-    precision = _precision(k)
+    precision = precisions.of_products(k.dtype)
     fresh = torch.empty_like if keep else _itself
     d_attend, d_lower, d_grown, dv = fresh(chunks.attend), fresh(chunks.inverse), fresh(chunks.w), du
     dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
@@ -432,12 +430,12 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     programs = layout.rows * HV
-    precision = _precision(k)
+    precision = precisions.of_products(k.dtype)
 
     def empty(width: int, dtype: torch.dtype = k.dtype) -> torch.Tensor:
         return torch.empty(B, T, HV, width, dtype=dtype, device=k.device)
 
-    G, lower = empty(K, sum_dtype(k.dtype)), empty(SIZE, torch.float32)
+    G, lower = empty(K, precisions.of_sums(k.dtype)), empty(SIZE, torch.float32)
     attend, inverse, w, u, kg, qg = (empty(width) for width in (SIZE, SIZE, K, V, K, K))
     far = torch.empty(layout.rows, HV, dtype=torch.int32, device=k.device)
     scores[(programs,)](
@@ -575,13 +573,6 @@ def _state_dims(saved: Saved, settings: Settings) -> tuple[int, int]:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _precision(tensor: torch.Tensor) -> str:
-    """How products take their operands: 16-bit floats as they are, float32 in three parts of tf32."""
-    if tensor.dtype != torch.float32:
-        return 'tf32'
-    return 'tf32x3' if torch.version.hip is None else 'ieee'
 
 
 def _block(width: int, most: int) -> int:

@@ -86,9 +86,9 @@ def chunk_forward(
     some = factors.view(-1)[:heads]
     prepare(
         *(q, k, g.contiguous().view(tokens, heads), beta.contiguous().view(tokens, heads)),
-        some if A_log is None or not gate else A_log.float().contiguous(),
+        some if A_log is None or not gate else A_log.float().reshape(-1).contiguous(),
         # without a bias the code adds 0
-        (some if not gate else torch.zeros_like(some)) if dt_bias is None else dt_bias.float().contiguous(),
+        (some if not gate else torch.zeros_like(some)) if dt_bias is None else dt_bias.float().reshape(-1).contiguous(),
         *(indices, unread.view(1, 2) if layout.table is None else layout.table),
         *(G.view(tokens, heads), inverse.view(tokens, heads, -1), attend, factors, length, heads // groups, scale),
     )

@@ -1,12 +1,20 @@
-"""What the Triton defaults of the chunked forms need."""
+"""What the Triton defaults of both delta rules need."""
 
 from __future__ import annotations
+
+import torch
 
 from fla.ops.backends import Verdict, runs_on_triton
 from fla.utils.devices import Device
 
 
-class ChunksOnTriton(runs_on_triton):
+class DeltaRuleOnTriton(runs_on_triton):
+    """float64 is for the reference: kernels compute in float32."""
+
+    dtypes = {'q': (torch.float16, torch.bfloat16, torch.float32)}
+
+
+class ChunksOnTriton(DeltaRuleOnTriton):
     """Triton 3.6 fails on kernels of both families for data-centre Blackwell: its compiler crashes on bfloat16, and float32
     with K = 256 takes more tensor memory than there is. Triton 3.9 compiles them."""
 
