@@ -75,7 +75,7 @@ def tensors(dtype=torch.bfloat16, dims=(128, 128)):
 def test_what_keeps_wgmma(monkeypatch, capability, sound, given, packed, kept):
     monkeypatch.setattr(assembler, 'capability_of', lambda device: capability)
     monkeypatch.setattr(assembler, 'is_sound', lambda: sound)
-    monkeypatch.setattr(assembler, '_triton', lambda: (3, 6))
+    monkeypatch.setattr(assembler, 'triton_version', lambda: (3, 6))
     assert assembler.keeps_wgmma(*tensors(**given), packed) is kept
     with assembler.sound_products(*tensors(**given), packed):
         assert (os.environ.get(VARIABLE) == '1') is not kept
@@ -134,7 +134,7 @@ def test_threads():
 def test_what_is_compiled(monkeypatch, function, dim, lens):
     pytest.importorskip('triton')
     monkeypatch.setattr(assembler, 'is_sound', lambda: False)
-    monkeypatch.setattr(assembler, '_triton', lambda: (3, 6))
+    monkeypatch.setattr(assembler, 'triton_version', lambda: (3, 6))
     from fla.ops.gated_delta_rule import autograd as gdn
     from fla.ops.kda import autograd as kda
     from tests.triton_support.compile_only import compile_only

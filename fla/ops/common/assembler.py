@@ -19,6 +19,8 @@ from collections.abc import Iterator
 
 import torch
 
+from fla.ops.backends.discovery import in_forked_children
+from fla.ops.common.triton_call import triton_version
 from fla.utils.devices import capability_of
 
 _VARIABLE = 'DISABLE_MMA_V3'
@@ -32,7 +34,7 @@ def _new_lock() -> None:
 
 
 # another thread may hold it during a fork, and does not exist in the child
-os.register_at_fork(after_in_child=_new_lock)
+in_forked_children(_new_lock)
 
 
 def is_sound() -> bool:
@@ -43,19 +45,13 @@ def is_sound() -> bool:
 @functools.cache
 def _is_sound(path: str | None) -> bool:
     if path is None:
-        return _triton() >= (3, 9)
+        return triton_version() >= (3, 9)
     try:
         answer = subprocess.run([path, '--version'], check=False, capture_output=True, text=True).stdout
     except OSError:
         return False
     release = re.search(r'release (\d+)\.(\d+)', answer)
     return release is not None and (int(release[1]), int(release[2])) >= (13, 3)
-
-
-def _triton() -> tuple[int, ...]:
-    import triton
-
-    return tuple(int(part) for part in triton.__version__.split('.')[:2])
 
 
 def keeps_wgmma(k: torch.Tensor, v: torch.Tensor, packed: bool) -> bool:
@@ -69,7 +65,7 @@ def keeps_wgmma(k: torch.Tensor, v: torch.Tensor, packed: bool) -> bool:
         return True
     if is_sound():
         return True
-    return k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128 and not packed and _triton() == (3, 6)
+    return k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128 and not packed and triton_version() == (3, 6)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import Verdict, runs_on_triton
+from fla.ops.common.triton_call import triton_version
 from fla.utils.devices import Device
 
 
@@ -19,9 +20,7 @@ class ChunksOnTriton(DeltaRuleOnTriton):
     with K = 256 takes more tensor memory than there is. Triton 3.9 compiles them."""
 
     def probe(self, device: Device) -> Verdict:
-        import triton
-
-        version = tuple(int(part) for part in triton.__version__.split('.')[:2])
+        version = triton_version()
         if device.platform == 'cuda' and (device.capability or (0, 0))[0] == 10 and version < (3, 9):
-            return False, f'needs Triton 3.9 on compute capability 10.x, has {triton.__version__}'
+            return False, f'needs Triton 3.9 on compute capability 10.x, has {".".join(map(str, version))}'
         return True, None

@@ -13,6 +13,13 @@ import torch
 DEVICES = ('cuda', 'xpu', 'cpu') if os.environ.get('TRITON_INTERPRET') == '1' else ('cuda', 'xpu')
 
 
+def triton_version() -> tuple[int, ...]:
+    """(major, minor) of the Triton that is installed."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split('.')[:2])
+
+
 def require_triton(function: str, q: torch.Tensor) -> None:
     """A sentence instead of what Triton would say.
 

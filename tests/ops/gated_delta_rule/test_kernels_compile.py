@@ -6,6 +6,7 @@ pytest.importorskip('triton')
 import triton
 
 from fla.ops.common.on_triton import ChunksOnTriton
+from fla.ops.common.triton_call import triton_version
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.kernels.launch import Options, chunk_backward, chunk_forward
 from fla.utils.devices import Device
@@ -13,7 +14,7 @@ from tests.ops.delta_rules import FLAGS, RAW, case
 from tests.ops.kernels import BF16, FP32
 from tests.triton_support.compile_only import compile_only
 
-OLD_TRITON = tuple(int(part) for part in triton.__version__.split('.')[:2]) < (3, 9)
+OLD_TRITON = triton_version() < (3, 9)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,14 @@
 import pytest
 
 pytest.importorskip('triton')
-import triton
-
+from fla.ops.common.triton_call import triton_version
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.kernels.launch import Settings, chunk_backward, chunk_forward
 from tests.ops.delta_rules import case
 from tests.ops.kernels import BF16, EVERYTHING, FP32
 from tests.triton_support.compile_only import compile_only
 
-OLD_TRITON = tuple(int(part) for part in triton.__version__.split('.')[:2]) < (3, 9)
+OLD_TRITON = triton_version() < (3, 9)
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]
 

@@ -29,11 +29,3 @@ def unit_lower_inverse(L, PRECISION: tl.constexpr):
         half_way = tl.dot(inverse, tl.where(pair, L, 0.0), input_precision=PRECISION)
         inverse -= tl.where(pair, tl.dot(half_way, inverse, input_precision=PRECISION), 0.0)
     return inverse
-
-
-@triton.jit
-def spread(blocks):
-    """`[4, 16, 16]` to the blocks on the diagonal of `[64, 64]`, 0 elsewhere."""
-    same = (tl.arange(0, 4)[:, None] == tl.arange(0, 4)[None, :])[:, :, None, None]
-    full = tl.where(same, blocks[:, None, :, :], 0.0)
-    return tl.reshape(tl.permute(full, (0, 2, 1, 3)), (64, 64))

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
-from fla.ops.common.kernels.solve import below, spread, unit_lower_inverse
+from fla.ops.common.kernels.solve import below, unit_lower_inverse
 
 
 @triton.jit
@@ -334,6 +334,14 @@ def near_scores(
     near_k += tl.where(meet, tl.dot(ke, turned, input_precision=PRECISION), 0.0)
     near_q += tl.where(meet, tl.dot(qe, turned, input_precision=PRECISION), 0.0)
     return near_q, near_k
+
+
+@triton.jit
+def spread(blocks):
+    """`[4, 16, 16]` to the blocks on the diagonal of `[64, 64]`, 0 elsewhere."""
+    same = (tl.arange(0, 4)[:, None] == tl.arange(0, 4)[None, :])[:, :, None, None]
+    full = tl.where(same, blocks[:, None, :, :], 0.0)
+    return tl.reshape(tl.permute(full, (0, 2, 1, 3)), (64, 64))
 
 
 @triton.jit(do_not_specialize=['T'])
