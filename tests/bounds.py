@@ -19,11 +19,14 @@ chance: of those it is the largest in five draws (`python -m tests.bounds 5`).
 
 **Kernels off the grid**, at other sizes, lengths and gates: the worst row is the one whose terms cancel most, and the more
 rows there are, the worse it is, for `HalfOperands` as well. There a row is a block of 16 steps of a head, or the state of a
-head; and where `HalfOperands` makes larger relative RMS errors on such a case than on the grid, 1.5 times those hold.
+head (of all heads, where it has fewer than 64 numbers); and where `HalfOperands` makes larger errors on such a case than on
+the grid, 1.5 times those hold.
 
 **Gradients of gates** are differences of terms that cancel at strong gates. Their error is divided by
-max(RMS of the gradient, 1e-3 * RMS of those terms): q times its gradient, which is one of them. A row of theirs, and of
-the gradient of beta, is a block of 16 steps of a head: a single number of them may be the rounding of two large ones.
+max(RMS of the gradient, 1e-3 * RMS of those terms): q times its gradient, which is one of them. That of a row is divided by
+max(norm of the row, 1e-2 * norm of such terms): rounded to float32 they are 2^-24 of themselves off, which is 6e-6 of it.
+A row of theirs, and of the gradient of beta, is a block of steps of a head, of 16 steps or, with one number a step, 64: a
+single number may be the rounding of two large ones.
 Gradients of A_log and dt_bias sum the gradient of g over steps; they are divided by at least the root of the sum of its
 squares (per element of dt_bias).
 """
@@ -56,7 +59,7 @@ _HALF = {
         'dv': (4.4e-3, 1.6e-1),
         'dinitial_state': (6.3e-3, 1.0e-2),
         'dbeta': (4.9e-3, 6.9e-2),
-        'dg': (8.8e-3, 4.4e-2),
+        'dg': (8.8e-3, 1.5e-2),
         'dA_log': (2.6e-2, 2.6e-2),
         'ddt_bias': (8.7e-3, 8.7e-3),
     },
@@ -68,8 +71,8 @@ _HALF = {
         'dv': (5.2e-4, 1.3e-2),
         # but for strong gates, where it is smaller than any float16
         'dinitial_state': (9.0e-4, 6.0e-3),
-        'dbeta': (6.7e-4, 1.8e-2),
-        'dg': (8.7e-4, 3.6e-3),
+        'dbeta': (6.7e-4, 5.3e-3),
+        'dg': (8.7e-4, 2.2e-3),
         'dA_log': (2.0e-3, 2.0e-3),
         'ddt_bias': (6.7e-4, 6.7e-4),
     },
@@ -78,7 +81,7 @@ _HALF = {
 # the worst row of the reference in float32, in five draws of the grid
 _CANCELLED = 1.3e-5
 
-GATE_FLOOR = 1e-3
+GATE_FLOOR, GATE_ROW_FLOOR = 1e-3, 1e-2
 
 
 def of_reference(dtype: torch.dtype) -> tuple[float, float]:
@@ -99,10 +102,10 @@ def of_kernel(name: str, operands: torch.dtype) -> tuple[float, float]:
     return 1.5 * rms, 1.5 * row
 
 
-def off_grid(name: str, operands: torch.dtype, emulated: float) -> tuple[float, float]:
-    """As `of_kernel`, of a case that is not on the grid, where `HalfOperands` makes the relative RMS error `emulated`."""
+def off_grid(name: str, operands: torch.dtype, emulated: tuple[float, float]) -> tuple[float, float]:
+    """As `of_kernel`, of a case that is not on the grid, where `HalfOperands` makes such a relative RMS and worst row."""
     rms, row = of_kernel(name, operands)
-    return (rms if operands in EXACT else max(rms, 1.5 * emulated)), row
+    return (rms, row) if operands in EXACT else (max(rms, 1.5 * emulated[0]), max(row, 1.5 * emulated[1]))
 
 
 def of_norm(dtype: torch.dtype) -> float:
@@ -132,11 +135,18 @@ def worst_row(expected: torch.Tensor, found: torch.Tensor, floor: float = 0.0) -
     return float((error[large] / norm[large].clamp(min=least)).max())
 
 
-def in_blocks(x: torch.Tensor, steps: int = 16) -> torch.Tensor:
-    """`[B, T, H, ...]` with blocks of steps of one head as rows, the last one filled up with zeros."""
-    x = x.transpose(1, 2).flatten(3) if x.dim() > 3 else x.transpose(1, 2)[..., None]
-    x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % steps))
-    return x.unflatten(2, (-1, steps)).flatten(3)
+def in_blocks(x: torch.Tensor) -> torch.Tensor:
+    """`[B, T, H, ...]` with blocks of steps of one head as rows: 16 steps, of single numbers 64. The last block is as long
+    as the others and shares steps with the one before."""
+    steps = min(16 if x.dim() > 3 else 64, x.shape[1])
+    starts = torch.tensor([*range(0, x.shape[1] - steps, steps), x.shape[1] - steps], device=x.device)
+    places = starts[:, None] + torch.arange(steps, device=x.device)
+    return x[:, places].movedim(3, 1).flatten(3)
+
+
+def of_states(x: torch.Tensor) -> torch.Tensor:
+    """`[N, H, K, V]` with the state of a head as a row, or all of them where that is few numbers."""
+    return x.flatten(2) if x.shape[2] * x.shape[3] >= 64 else x.flatten()
 
 
 class HalfOperands(TorchDispatchMode):

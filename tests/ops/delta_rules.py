@@ -205,7 +205,8 @@ def measure(
     for name, (right, gradient) in pairs.items():
         least = {'dg': floor, 'dA_log': summed, 'ddt_bias': summed}.get(name, 0.0)
         right, gradient = right.detach(), gradient.detach()
-        worst = bounds.worst_row(*rows(name, blocks, right, gradient), least)
+        row_least = bounds.GATE_ROW_FLOOR / bounds.GATE_FLOOR * least if name == 'dg' else least
+        worst = bounds.worst_row(*rows(name, blocks, right, gradient), row_least)
         found[name] = bounds.relative_rms(right, gradient, least), worst, gradient.dtype
     return found
 
@@ -214,7 +215,7 @@ def rows(name: str, blocks: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """With the rows that `bounds.worst_row` compares as the last dimension."""
     if name in ('dg', 'dbeta') or (blocks and name in ('o', 'dq', 'dk', 'dv')):
         return [bounds.in_blocks(x) for x in tensors]
-    return [x.flatten(-2) if blocks and name in ('final', 'dinitial_state') else x for x in tensors]
+    return [bounds.of_states(x) if blocks and name in ('final', 'dinitial_state') else x for x in tensors]
 
 
 def given_floor(q: torch.Tensor, d_q: torch.Tensor, per_channel: bool) -> float:

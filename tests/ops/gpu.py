@@ -113,7 +113,7 @@ _BASELINE = """
 import sys, torch
 from tests.ops import delta_rules, gpu
 function = next(f for f in delta_rules.FUNCTIONS if f.__name__ == sys.argv[1])
-assert not hasattr(function, '__fla_entry__')
+assert not hasattr(function, '__wrapped__'), 'dispatched'
 given = gpu.baseline_case(function)
 leaves = {name: x.requires_grad_() for name, x in given.tensors.items()}
 o, final = given.call(function)

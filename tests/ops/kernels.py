@@ -70,15 +70,15 @@ def beyond(function, given: Case, *, rows: bool = False, **more) -> list[str]:
     return found
 
 
-def emulate(function, given: Case, recurrence=None) -> dict[str, float]:
-    """The relative RMS errors of the reference with operands rounded to the dtype of q."""
+def emulate(function, given: Case, recurrence=None) -> dict[str, tuple[float, float]]:
+    """Relative RMS and worst row of the reference with operands rounded to the dtype of q."""
 
     def run(tensors):
         return call(function, given.with_tensors(**tensors), 'reference')
 
     # a dispatch mode holds on its own thread, and the backward of a GPU runs on another one
     with bounds.HalfOperands(given.tensors['q'].dtype), torch.autograd.set_multithreading_enabled(False):
-        return {name: rms for name, (rms, _, _) in measure(given, run, recurrence).items()}
+        return {name: (rms, row) for name, (rms, row, _) in measure(given, run, recurrence, blocks=True).items()}
 
 
 def check(function, given: Case, **more) -> None:
