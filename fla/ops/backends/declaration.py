@@ -12,6 +12,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from fla.ops.backends.backend import KINDS, RESERVED_NAMES, BaseBackend
 from fla.ops.backends.errors import RegistrationError
+from fla.ops.backends.failure import may_be_declared
 from fla.utils.devices import PLATFORMS
 
 _VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
@@ -83,10 +84,6 @@ def _is_capability(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(type(part) is int for part in value)
 
 
-def _is_exception(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, BaseException)
-
-
 def _is_tolerance(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(dtype, torch.dtype) and _is_number(bound) and bound >= 0 for dtype, bound in value.items()
@@ -148,7 +145,11 @@ _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     'min_capability': (_or_none(_is_capability), 'a tuple such as (9, 0), or None'),
     'grad': (lambda value: value in ('none', 'backward'), "'none' (inference only) or 'backward'"),
     'tolerance': (_is_tolerance, 'a mapping from torch.dtype to a number'),
-    'retryable': (_some(_is_exception, at_least=0), 'a tuple of exception types'),
+    'retryable': (
+        _some(may_be_declared, at_least=0),
+        'a tuple of exception types that are the fault of the backend: not TypeError or ValueError themselves, no error of '
+        'dispatch, of memory or of a device',
+    ),
     'traceable': (_is_bool, 'a bool'),
     'verified': (_is_bool, 'a bool'),
 }
