@@ -171,10 +171,12 @@ def main() -> None:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {
+        'benchmark': 'delta_rules',
         'card': torch.cuda.get_device_name(),
         'versions': {'torch': torch.__version__, 'triton': triton.__version__, 'python': platform.python_version()},
         'cores': os.cpu_count(),
-        'command': ' '.join(['python', *sys.argv]),
+        'command': command(options),
+        'complete': False,
         'rows': [],
     }
 
@@ -187,16 +189,33 @@ def main() -> None:
     for row in rows(options.backend, ops, shapes):
         add(row)
     if options.fla:
-        path = os.pathsep.join([str(options.fla), os.environ.get('PYTHONPATH', '')])
-        command = [sys.executable, __file__, '--lines', *(f'--op={op}' for op in ops)]
-        command += [f'--shape={i}' for i in options.shape or ()]
-        with subprocess.Popen(command, env={**os.environ, 'PYTHONPATH': path}, stdout=subprocess.PIPE, text=True) as process:
+        again = [sys.executable, __file__, '--lines', *(f'--op={op}' for op in ops)]
+        again += [f'--shape={i}' for i in options.shape or ()]
+        environment = {**os.environ, 'PYTHONPATH': path_with(options.fla)}
+        with subprocess.Popen(again, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout
             for line in process.stdout:
                 if line.startswith('{'):
                     add(json.loads(line))
         if process.returncode:
             sys.exit(f'{FLA} ended with status {process.returncode}; its rows are not complete')
+    result['complete'] = True
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + '\n')
+
+
+def path_with(fla: Path) -> str:
+    """PYTHONPATH with FLA's folder first and no other folder with a package `fla`: one would fill in what it lacks."""
+    others = [path for path in os.environ.get('PYTHONPATH', '').split(os.pathsep) if path and not Path(path, 'fla').exists()]
+    return os.pathsep.join([str(fla), *others])
+
+
+def command(options: argparse.Namespace) -> str:
+    """How to repeat the run, without this machine's folders."""
+    words = ['python benchmarks/delta_rules.py']
+    for name in ('op', 'backend', 'shape'):
+        words += [f'--{name} {value}' for value in getattr(options, name) or ()]
+    return ' '.join([*words, *(['--fla fla-core'] if options.fla else [])])
 
 
 if __name__ == '__main__':

@@ -108,6 +108,39 @@ def _breaks(result: Result) -> str:
     return '\n\n'.join(parts)
 
 
+def delta_rules(results: list[Result]) -> str:
+    """Times of the delta rules on GPUs."""
+    return '\n\n'.join(_delta_rules(result) for result in results) or _nothing('benchmarks/delta_rules.py')
+
+
+def _delta_rules(result: Result) -> str:
+    versions = result['versions']
+    stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
+    chunked = [row for row in result['rows'] if 'shape' in row]
+    decoded = [row for row in result['rows'] if 'decode' in row]
+    head = ['', 'B, T, H, K = V', 'backend', 'forward ms', 'with backward ms', 'peak MiB', 'largest error']
+    rows = [[row['op'], ', '.join(map(str, row['shape'])), row['backend'], *_times(row)] for row in chunked]
+    parts = [
+        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
+        f'{versions["triton"]}.{stopped}',
+        table(head, rows),
+    ]
+    if decoded:
+        rows = [[r['op'], r['decode'], r['backend'], *_refused_or(r, 'gpu_us', 'wall_us')] for r in decoded]
+        parts += ['Decoding, 16 heads, K = V = 128:', table(['', 'B', 'backend', 'GPU us', 'wall us'], rows)]
+    return '\n\n'.join(parts)
+
+
+def _times(row: Result) -> list[str]:
+    peak = next((f'{row[key]:.0f}' for key in ('both_peak_mib', 'forward_peak_mib') if key in row), '')
+    error = f'{max(row["errors"].values()):.1e}' if 'errors' in row else ''
+    return [*(f'{row[key]:.3f}' if key in row else 'refused' for key in ('forward_ms', 'both_ms')), peak, error]
+
+
+def _refused_or(row: Result, *keys: str) -> list[str]:
+    return [f'{row[key]:.1f}' if key in row else 'refused' for key in keys]
+
+
 def _fixed(row: Result, *keys: str) -> list[str]:
     return [row['name'], *(f'{row[key]:.2f}' for key in keys)]
 
@@ -133,6 +166,7 @@ PARTS: dict[str, tuple[str | None, Callable[..., str]]] = {
     'lint': (None, lint),
     'overhead': ('dispatch_overhead', overhead),
     'breaks': ('compile_breaks', breaks),
+    'delta-rules': ('delta_rules', delta_rules),
 }
 
 

@@ -20,13 +20,14 @@ chance: of those it is the largest in five draws (`python -m tests.bounds 5`).
 **Kernels off the grid**, at other sizes, lengths and gates: the worst row is the one whose terms cancel most, and the more
 rows there are, the worse it is, for `HalfOperands` as well. There a row is a block of 16 steps of a head, or the state of a
 head (of all heads, where it has fewer than 64 numbers); and where `HalfOperands` makes larger errors on such a case than on
-the grid, 1.5 times those hold.
+the grid, 1.5 times those hold: of three draws of the gradients of o and of the state, as the worst row is a matter of chance.
 
 **Gradients of gates** are differences of terms that cancel at strong gates. Their error is divided by
-max(RMS of the gradient, 1e-3 * RMS of those terms): q times its gradient, which is one of them. That of a row is divided by
+max(RMS of the gradient, 1e-3 * RMS of those terms): q times its gradient, which is one of them, or at the end of a sequence
+the products of the state and its gradient, where those are larger. That of a row is divided by
 max(norm of the row, 1e-2 * norm of such terms): rounded to float32 they are 2^-24 of themselves off, which is 6e-6 of it.
-A row of theirs, and of the gradient of beta, is a block of steps of a head, of 16 steps or, with one number a step, 64: a
-single number may be the rounding of two large ones.
+A row of theirs, and of the gradient of beta, is a block of steps of a head, 16 or as many as make 64 numbers: a single
+number may be the rounding of two large ones.
 Gradients of A_log and dt_bias sum the gradient of g over steps; they are divided by at least the root of the sum of its
 squares (per element of dt_bias).
 """
@@ -83,6 +84,9 @@ _CANCELLED = 1.3e-5
 
 GATE_FLOOR, GATE_ROW_FLOOR = 1e-3, 1e-2
 
+# seeds of the gradients that a case off the grid is emulated with
+DRAWS = (5, 6, 7)
+
 
 def of_reference(dtype: torch.dtype) -> tuple[float, float]:
     """Bounds of the relative RMS and of the worst row of a result of `dtype` of a reference backend."""
@@ -136,9 +140,10 @@ def worst_row(expected: torch.Tensor, found: torch.Tensor, floor: float = 0.0) -
 
 
 def in_blocks(x: torch.Tensor) -> torch.Tensor:
-    """`[B, T, H, ...]` with blocks of steps of one head as rows: 16 steps, of single numbers 64. The last block is as long
-    as the others and shares steps with the one before."""
-    steps = min(16 if x.dim() > 3 else 64, x.shape[1])
+    """`[B, T, H, ...]` with blocks of steps of one head as rows: 16 steps, or as many as make 64 numbers. The last block is
+    as long as the others and shares steps with the one before."""
+    width = x.shape[3] if x.dim() > 3 else 1
+    steps = min(max(16, 64 // width), x.shape[1])
     starts = torch.tensor([*range(0, x.shape[1] - steps, steps), x.shape[1] - steps], device=x.device)
     places = starts[:, None] + torch.arange(steps, device=x.device)
     return x[:, places].movedim(3, 1).flatten(3)
@@ -151,22 +156,25 @@ def of_states(x: torch.Tensor) -> torch.Tensor:
 
 class HalfOperands(TorchDispatchMode):
     """Matrix products of float32 tensors whose operands are rounded to `dtype` first, accumulated in float32. Triangular
-    systems are solved in float32, as the kernels invert them, and not by the products that the reference makes of them."""
+    systems are solved in float32, as the kernels invert them, and not by the products that the reference makes of them. The
+    gradient of a chunk's whole decay sums products of a state and its gradient, which kernels keep in `dtype`, too."""
 
     _PRODUCTS: ClassVar = {torch.ops.aten.bmm: 0, torch.ops.aten.mm: 0, torch.ops.aten.baddbmm: 1}
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self._solve = mock.patch.object(chunked, '_solve', partial(torch.linalg.solve_triangular, **_UNIT_LOWER))
+        self._patches = contextlib.ExitStack()
 
     def __enter__(self):
-        self._solve.__enter__()
+        solve = partial(torch.linalg.solve_triangular, **_UNIT_LOWER)
+        self._patches.enter_context(mock.patch.object(chunked, '_solve', solve))
+        self._patches.enter_context(mock.patch.object(chunked, '_decayed', partial(_Decayed.apply, self.dtype)))
         return super().__enter__()
 
     def __exit__(self, *raised):
         super().__exit__(*raised)
-        self._solve.__exit__(*raised)
+        self._patches.close()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         first = self._PRODUCTS.get(func.overloadpacket)
@@ -174,6 +182,22 @@ class HalfOperands(TorchDispatchMode):
             rounded = (x.to(self.dtype).to(x.dtype) if x.dtype == torch.float32 else x for x in args[first:])
             args = (*args[:first], *rounded)
         return func(*args, **(kwargs or {}))
+
+
+class _Decayed(torch.autograd.Function):
+    """decay * state, of which the gradient of decay sees both the state and its gradient rounded to `dtype`."""
+
+    @staticmethod
+    def forward(ctx, dtype, state, decay):
+        ctx.dtype = dtype
+        ctx.save_for_backward(state, decay)
+        return decay * state
+
+    @staticmethod
+    def backward(ctx, gradient):
+        state, decay = ctx.saved_tensors
+        rounded = gradient.to(ctx.dtype).float() * state.to(ctx.dtype).float()
+        return None, decay * gradient, rounded.sum_to_size(decay.shape)
 
 
 _UNIT_LOWER = {'upper': False, 'unitriangular': True}

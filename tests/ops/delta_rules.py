@@ -172,10 +172,11 @@ def definition(given: Case, tensors: dict[str, torch.Tensor], recurrence=None):
 
 
 def measure(
-    given: Case, run, recurrence=None, gradients: bool = True, blocks: bool = False
+    given: Case, run, recurrence=None, gradients: bool = True, blocks: bool = False, seed: int = 5
 ) -> dict[str, tuple[float, float, torch.dtype]]:
     """(relative RMS error, worst row, dtype) of every output and gradient of `run(tensors)`, which returns o and the final
-    state; `recurrence` as for `definition`. With `blocks`, rows are those of `bounds` off the grid."""
+    state; `recurrence` as for `definition`. With `blocks`, rows are those of `bounds` off the grid. The gradients of o and
+    of the final state are drawn with `seed`."""
     leaves = {name: like(x).requires_grad_(gradients) for name, x in given.tensors.items()}
     exact = {name: x.detach().double().requires_grad_(gradients) for name, x in given.tensors.items()}
     o, final = run(leaves)
@@ -190,11 +191,11 @@ def measure(
         return {
             n: (bounds.relative_rms(*xs), bounds.worst_row(*rows(n, blocks, *xs)), xs[1].dtype) for n, xs in pairs.items()
         }
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     do, d_final = torch.randn_like(o), torch.randn_like(final)
     loss = (expected_o * do.double()).sum() + (expected_final * d_final.double()).sum()
     *wanted, d_seen = torch.autograd.grad(loss, [*exact.values(), seen])
-    floor = given_floor(seen, d_seen, given.per_channel)
+    floor = gate_floor(given, seen, d_seen, expected_final, d_final.double())
     summed = float(wanted[3].norm()) / max(1, leaves.get('dt_bias', leaves['beta'][0, :1]).numel()) ** 0.5
     got = torch.autograd.grad([o, final], list(leaves.values()), [do, d_final])
     pairs = {'o': (expected_o, o), 'final': (expected_final, final)}
@@ -218,10 +219,17 @@ def rows(name: str, blocks: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [bounds.of_states(x) if blocks and name in ('final', 'dinitial_state') else x for x in tensors]
 
 
-def given_floor(q: torch.Tensor, d_q: torch.Tensor, per_channel: bool) -> float:
-    terms = (q * d_q).detach()
-    terms = terms if per_channel else terms.sum(-1)
-    return bounds.GATE_FLOOR * float(terms.square().mean().sqrt()) if terms.numel() else 0.0
+def gate_floor(given: Case, q: torch.Tensor, d_q: torch.Tensor, state: torch.Tensor, d_state: torch.Tensor) -> float:
+    """`GATE_FLOOR` times the RMS of the terms that cancel in a gradient of a gate: q times its gradient or, where larger,
+    the products of the last state and its gradient, of which one gate's gradient sums as many as it decays numbers."""
+    at_end = (state * d_state).detach()
+    at_end = at_end.transpose(-1, -2) if given.options.get('state_v_first') else at_end
+    each = (q * d_q).detach()
+    if given.per_channel:
+        at_end = at_end.norm(dim=-1)
+    else:
+        each, at_end = each.sum(-1), at_end.flatten(2).norm(dim=-1)
+    return bounds.GATE_FLOOR * max(float(x.square().mean().sqrt()) if x.numel() else 0.0 for x in (each, at_end))
 
 
 # What is asked of every function and dtype: shapes, gate strengths, flags, packed sequences.

@@ -66,11 +66,15 @@ def chunked_delta_rule(
         before.append(state)
         flat = state.flatten(0, 1)
         update = torch.baddbmm(fresh[:, chunk], carried[:, chunk], flat, alpha=-1)
-        state = torch.baddbmm(last[:, chunk] * flat, keys[:, chunk], update).view(shape)
+        state = torch.baddbmm(_decayed(flat, last[:, chunk]), keys[:, chunk], update).view(shape)
         updates.append(update)
         after.append(state)
     update, states = torch.stack(updates, 1).view(v.shape), torch.stack(before, 2)
     return (q * grown) @ states + attend @ update, states, after
+
+
+def _decayed(state: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    return decay * state
 
 
 def _solve(lower: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from fla.ops.common.compile_ahead import compiled_together, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
@@ -48,6 +49,7 @@ class Gradients(NamedTuple):
     initial_state: torch.Tensor | None
 
 
+@compiled_together
 def chunk_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -83,7 +85,7 @@ def chunk_forward(
     w = _empty(q, batch, length, heads, dim_k)
     u = _empty(q, batch, length, heads, dim_v)
     chunks = layout.rows * heads
-    prepare[(chunks,)](
+    launch(prepare, (chunks,))(
         *(k, v, g, beta, A_log, dt_bias, G, rk, inverse, w, u, cu_seqlens, layout.table, length),
         *(*k.stride()[:3], *v.stride()[:3], *g.stride(), *beta.stride()),
         **common,
@@ -99,7 +101,7 @@ def chunk_forward(
     )
     h, v_new, final = _states(k, w, u, G, rk, initial_state, cu_seqlens, layout, options, output_final_state, common, rule)
     o = _empty(v, batch, length, heads, dim_v)
-    outputs[(triton.cdiv(dim_v, rule.output_block_v) * chunks,)](
+    launch(outputs, (triton.cdiv(dim_v, rule.output_block_v) * chunks,))(
         *(q, k, v_new, G, rk, h, o, cu_seqlens, layout.table, options.scale, length),
         *(*q.stride()[:3], *k.stride()[:3]),
         **common,
@@ -112,6 +114,7 @@ def chunk_forward(
     return o, final, G, inverse
 
 
+@compiled_together
 def chunk_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -150,7 +153,7 @@ def chunk_backward(
         rq, rk = (_empty(q, batch, length, heads, dtype=torch.float32) for _ in range(2))
     w = _empty(q, batch, length, heads, dim_k)
     u, du = (_empty(q, batch, length, heads, dim_v) for _ in range(2))
-    recompute[(chunks,)](
+    launch(recompute, (chunks,))(
         *(q, k, v, beta, do, G, inverse, rq, rk, w, u, du, cu_seqlens, layout.table, options.scale, length),
         *(*strides_qk, *v.stride()[:3], *beta.stride()),
         **common,
@@ -164,7 +167,7 @@ def chunk_backward(
     h, v_new, _ = _states(k, w, u, G, rk, initial_state, cu_seqlens, layout, options, False, common, rule)
     dh = torch.empty_like(h)
     d_initial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
-    states_backward[(triton.cdiv(dim_v, rule.backward_block_v) * layout.count * heads,)](
+    launch(states_backward, (triton.cdiv(dim_v, rule.backward_block_v) * layout.count * heads,))(
         *(q, k, w, do, G, rq, rk, du, dh, None if d_final is None else d_final.contiguous(), d_initial),
         *(cu_seqlens, layout.offsets, options.scale, length, *strides_qk),
         **common,
@@ -183,7 +186,7 @@ def chunk_backward(
     from_q, from_k = torch.empty_like(inverse), torch.empty_like(inverse)
     shares = 1 + triton.cdiv(dim_k, rule.block_k)
     d_G, d_beta = (_empty(q, shares, batch, length, heads, dtype=torch.float32) for _ in range(2))
-    within[(chunks,)](
+    launch(within, (chunks,))(
         *(q, k, v, beta, do, G, inverse, rq, rk, v_new, du, dv, from_q, from_k, d_G, d_beta),
         *(cu_seqlens, layout.table, options.scale, length),
         *(*strides_qk, *v.stride()[:3], *beta.stride()),
@@ -196,7 +199,7 @@ def chunk_backward(
         num_stages=rule.stages,
     )
     dq_each, dk_each = (_empty(q, batch, length, heads, dim_k) for _ in range(2))
-    through[((shares - 1) * chunks,)](
+    launch(through, ((shares - 1) * chunks,))(
         *(q, k, beta, do, G, rq, rk, v_new, du, h, dh, from_q, from_k, dq_each, dk_each, d_G, d_beta),
         *(cu_seqlens, layout.table, options.scale, length, batch * length, *strides_qk, *beta.stride()),
         **common,
@@ -210,7 +213,7 @@ def chunk_backward(
     dg = _empty(g, batch, length, heads, dtype=torch.float32 if options.use_gate_in_kernel else g.dtype)
     dbeta = _empty(beta, batch, length, heads)
     dA = torch.empty_like(dg) if options.use_gate_in_kernel else None
-    finish_gates[(chunks,)](
+    launch(finish_gates, (chunks,))(
         *(g, beta, A_log, dt_bias, d_G, d_beta, dg, dbeta, dA, cu_seqlens, layout.table, length, batch * length),
         *(*g.stride(), *beta.stride()),
         **of_beta,
@@ -226,7 +229,7 @@ def chunk_backward(
     if normalise or groups != heads:
         if groups != heads:
             dq, dk = (_empty(q, batch, length, groups, dim_k) for _ in range(2))
-        finish_heads[(layout.rows * groups,)](
+        launch(finish_heads, (layout.rows * groups,))(
             *(q, k, dq_each, dk_each, dq, dk, cu_seqlens, layout.table, length, *strides_qk),
             H=groups,
             HV=heads,
@@ -268,7 +271,7 @@ def _states(
     if output_final_state:
         shape = (dim_v, dim_k) if options.state_v_first else (dim_k, dim_v)
         final = _empty(u, layout.count, heads, *shape, dtype=torch.float32)
-    states_forward[(triton.cdiv(dim_v, rule.state_block_v) * layout.count * heads,)](
+    launch(states_forward, (triton.cdiv(dim_v, rule.state_block_v) * layout.count * heads,))(
         *(k, w, u, G, rk, h, v_new, None if initial_state is None else initial_state.contiguous(), final),
         *(cu_seqlens, layout.offsets, G.shape[1], *k.stride()[:3]),
         **common,

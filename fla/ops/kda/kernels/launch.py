@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from fla.ops.common.compile_ahead import compiled_together, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
@@ -105,6 +106,7 @@ class _Chunks(NamedTuple):
     v_new: torch.Tensor
 
 
+@compiled_together
 def chunk_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -143,7 +145,7 @@ def chunk_forward(
     o = v.new_empty(v.shape)
     K, V = k.shape[-1], v.shape[-1]
     BV = _block(V, 64)
-    outputs[(triton.cdiv(V, BV) * layout.rows * v.shape[2],)](
+    launch(outputs, (triton.cdiv(V, BV) * layout.rows * v.shape[2],))(
         chunks.qg,
         chunks.attend,
         chunks.v_new,
@@ -176,6 +178,7 @@ class Within(NamedTuple):
     dt_bias: torch.Tensor | None
 
 
+@compiled_together
 def chunk_backward(
     saved: Saved,
     settings: Settings,
@@ -207,7 +210,7 @@ def chunk_backward(
 
     du = torch.empty_like(chunks.v_new)
     BV = _block(V, 64)
-    outputs_backward[(triton.cdiv(V, BV) * programs,)](
+    launch(outputs_backward, (triton.cdiv(V, BV) * programs,))(
         chunks.attend,
         do,
         du,
@@ -227,7 +230,7 @@ def chunk_backward(
         d_initial = torch.empty_like(initial_state)
     d_final = None if d_final is None else d_final.contiguous()
     BV = _state_block(k, V)
-    states_backward[(triton.cdiv(V, BV) * layout.count * HV,)](
+    launch(states_backward, (triton.cdiv(V, BV) * layout.count * HV,))(
         chunks.qg,
         chunks.kg,
         chunks.w,
@@ -273,7 +276,7 @@ def chunk_backward(
         if HV != H:
             dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
         ROWS = 16
-        heads_backward[(triton.cdiv(B * T * H, ROWS), 2)](
+        launch(heads_backward, (triton.cdiv(B * T * H, ROWS), 2))(
             q,
             k,
             parts.q,
@@ -316,7 +319,7 @@ def within_chunks(
     rq = rk = None
     if settings.normalise:
         rq, rk = (torch.empty(B, T, HV, dtype=torch.float32, device=k.device) for _ in range(2))
-    pairs_backward[(programs,)](
+    launch(pairs_backward, (programs,))(
         q,
         k,
         v,
@@ -371,7 +374,7 @@ def within_chunks(
     if settings.gate and dt_bias is not None:
         dbias_parts = parts(layout.rows, HV, K, dtype=torch.float32, device=k.device)
     for by_halves in (False, True):
-        channels_backward[(kblocks * programs,)](
+        launch(channels_backward, (kblocks * programs,))(
             q,
             k,
             g,
@@ -438,7 +441,7 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
     G, lower = empty(K, precisions.of_sums(k.dtype)), empty(SIZE, torch.float32)
     attend, inverse, w, u, kg, qg = (empty(width) for width in (SIZE, SIZE, K, V, K, K))
     far = torch.empty(layout.rows, HV, dtype=torch.int32, device=k.device)
-    scores[(programs,)](
+    launch(scores, (programs,))(
         q,
         k,
         g,
@@ -470,7 +473,7 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
         PRECISION=precision,
         num_warps=4,
     )
-    scores_by_halves[(programs,)](
+    launch(scores_by_halves, (programs,))(
         q,
         k,
         G,
@@ -493,7 +496,7 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
         PRECISION=precision,
         num_warps=4,
     )
-    prepare[(programs,)](
+    launch(prepare, (programs,))(
         q,
         k,
         v,
@@ -530,7 +533,7 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
     )
     h = torch.empty(layout.rows, HV, K, V, dtype=k.dtype, device=k.device)
     BV = _state_block(k, V)
-    states_forward[(triton.cdiv(V, BV) * layout.count * HV,)](
+    launch(states_forward, (triton.cdiv(V, BV) * layout.count * HV,))(
         kg,
         w,
         u,

@@ -1,0 +1,105 @@
+"""All kernels of a call compiled side by side, before the first of them is launched.
+
+Triton compiles a kernel when it is launched, one after the other, and builds a launcher in C for each: most of the first
+call of an operation, while other cores idle. Here a call of a kind that is new runs once without launching anything, which
+collects its kernels; they are compiled by threads; then it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec('P')
+R = TypeVar('R')
+
+_INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
+
+
+class _Collected(threading.local):
+    """What this thread would have launched; None where it launches."""
+
+    calls: list[Callable[[], Any]] | None = None
+
+
+_collected = _Collected()
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """`kernel[grid]`, which a call that only collects does not launch."""
+    calls = _collected.calls
+    if calls is None:
+        return kernel[grid]  # type: ignore[no-any-return]
+
+    def collect(*args: Any, **options: Any) -> None:
+        calls.append(functools.partial(kernel.warmup, *args, grid=grid, **options))
+
+    return collect
+
+
+def compiled_together(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that launches kernels by `launch`. It may run a first time on memory that no kernel has written, so it must
+    not look at numbers."""
+    seen: set[Hashable] = set()
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        kind = (_kind(args), _kind(tuple(kwargs.items())))
+        if kind not in seen:
+            # Within a capture nothing may be loaded, and whoever captures has warmed up.
+            if not (_INTERPRETED or _is_capturing()):
+                _compile_all(functools.partial(function, *args, **kwargs))
+            seen.add(kind)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _kind(value: Any) -> Hashable:
+    """What kernels are compiled for, of an argument: not how many steps or sequences there are."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.device, value.shape[2:] if value.dim() == 4 else None
+    return tuple(map(_kind, value)) if isinstance(value, tuple) else value
+
+
+def _on_cuda() -> bool:
+    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _is_capturing() -> bool:
+    return _on_cuda() and torch.cuda.is_current_stream_capturing()
+
+
+def _compile_all(function: Callable[[], Any]) -> None:
+    outer, _collected.calls = _collected.calls, []
+    try:
+        function()
+        calls = _collected.calls
+    finally:
+        _collected.calls = outer
+    if len(calls) < 2:
+        return
+    device = torch.cuda.current_device() if _on_cuda() else None
+    with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1)) as pool:
+        for call in calls:
+            pool.submit(_compile, call, device)
+
+
+def _compile(call: Callable[[], Any], device: int | None) -> None:
+    # An error comes again, and reaches the caller, when the kernel is launched.
+    with contextlib.suppress(Exception):
+        if device is None:
+            call()
+            return
+        with torch.cuda.device(device):
+            compiled = call()
+            # loads the kernel, and builds its launcher, which no public function does
+            if hasattr(compiled, '_init_handles'):
+                compiled._init_handles()
