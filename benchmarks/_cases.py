@@ -16,7 +16,7 @@ import torch
 from _timing import Burst
 from torch import Tensor
 
-from fla.ops.backends import BackendRegistry, BaseBackend, dispatch
+from fla.ops.backends import BackendRegistry, BaseBackend, Dispatcher, Policy, dispatch, set_policy, telemetry
 
 OUT = [torch.tensor(i) for i in range(4)]
 """What the implementations return: 0 the default's sentinel, 1 to 3 those of the first, second and third backend."""
@@ -278,7 +278,7 @@ fresh = itertools.count()
 def dispatched(backends: list[dict[str, Any]], *, small: bool = False, **options: Any) -> Callable[..., Any]:
     """A dispatched operation with a registry of its own; each backend is a dict of what its class says."""
     operation = f'bench_{next(fresh)}'
-    registry = BackendRegistry(operation)
+    registry = BackendRegistry(operation, options.get('dispatcher'))
     name, method, function = (
         ('small_op', small_method, small_function) if small else ('chunk_op', wide_method, wide_function)
     )
@@ -334,6 +334,7 @@ def fla_cases() -> list[Case]:
     none, none_decode = 'no backend available, three registered', 'decode: no backend available'
     mixed = dataclasses.replace(CHUNK, k=DECODE.k)
     another = wide_call(1, K=64, initial_state=DECODE.initial_state)
+    served = 'one accepts: grad mode, dtype, 2 shapes'
     return [
         Case(none, CHUNK, dispatched(missing), ceiling=NOTHING),
         Case('no backend for this device, three for cuda', CHUNK, dispatched(elsewhere), ceiling=NOTHING),
@@ -342,7 +343,7 @@ def fla_cases() -> list[Case]:
         Case('one rejects, on grad mode', CHUNK, dispatched(toggled(wants_grad_mode)), ceiling=0.45),
         Case('one rejects, on a dtype', CHUNK, dispatched(toggled(wants_float32)), ceiling=0.45),
         Case('one accepts, without a verifier', CHUNK, dispatched([{}]), serves=1),
-        Case('one accepts: grad mode, dtype, 2 shapes', CHUNK, dispatched(toggled(accepts)), serves=1, ceiling=1.25),
+        Case(served, CHUNK, dispatched(toggled(accepts)), serves=1, ceiling=1.25),
         Case('one accepts: the same, as declared facts', CHUNK, dispatched(declared), serves=1, ceiling=1.25),
         Case('three, third accepts', CHUNK, third, serves=3, ceiling=2.20),
         Case('check of 5 tensors', CHUNK, checked, ceiling=3.0, base=none, refuses=mixed),
@@ -350,6 +351,28 @@ def fla_cases() -> list[Case]:
         Case(none_decode, DECODE, dispatched(missing), ceiling=NOTHING, base='direct decode'),
         Case('small op: no backend available', SMALL, small, ceiling=NOTHING, base='direct small'),
         Case('small op: one accepts: dtype, shape', SMALL, small_served, serves=1, ceiling=1.25, base='direct small'),
+        *observed_cases(base=served),
+    ]
+
+
+def observed_cases(base: str) -> list[Case]:
+    """The same call while somebody looks on, over the same call while nobody does. Each in a namespace of its own, since all of
+    this is of a whole namespace."""
+
+    def one(name: str) -> tuple[Dispatcher, Callable[..., Any]]:
+        owner = Dispatcher(f'bench_{name}.ops', f'BENCH_{name.upper()}')
+        return owner, dispatched([{'verifier': accepts, 'env_var': f'BENCH_{name.upper()}_IT'}], dispatcher=owner)
+
+    failing, with_breaker = one('breaker')
+    set_policy(Policy(on_error='fallback'), dispatcher=failing)
+    counted, with_counters = one('counters')
+    telemetry(dispatcher=counted).start()
+    timed, with_times = one('times')
+    telemetry(timing=True, dispatcher=timed).start()
+    return [
+        Case('breaker on (on_error=fallback)', CHUNK, with_breaker, serves=1, base=base),
+        Case('telemetry on: counters', CHUNK, with_counters, serves=1, base=base),
+        Case("telemetry on: counters and the host's clock", CHUNK, with_times, serves=1, base=base),
     ]
 
 

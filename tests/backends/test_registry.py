@@ -977,8 +977,8 @@ def test_every_declared_fact_is_read():
             read |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     facts = {name for name, kind in vars(BaseBackend)['__annotations__'].items() if 'ClassVar' in str(kind)}
     assert {'priority', 'devices', 'dtypes', 'min_capability', 'grad'} <= facts
-    # `tolerance` is for tests of kernels, `retryable` for the handling of failures, which is not there yet
-    assert facts - read <= {'tolerance', 'retryable'}
+    # for tests of kernels
+    assert facts - read <= {'tolerance'}
 
 
 def test_a_function_declared_in_two_files_warns_with_both(caplog):

@@ -17,6 +17,7 @@ from typing import Any
 
 from fla.ops.backends import describe as _describe
 from fla.ops.backends.backend import BaseBackend, Reason, Verdict
+from fla.ops.backends.breaker import Breaker, BreakerEvent, BreakerListener, BreakerSettings, Health
 from fla.ops.backends.checkpoint import checkpoint_contexts
 from fla.ops.backends.decorator import Dispatched, dispatch
 from fla.ops.backends.discovery import Plugin
@@ -44,11 +45,13 @@ from fla.ops.backends.registry import BackendRegistry, Handle
 from fla.ops.backends.scopes import (
     allow_backends,
     deny_backends,
+    on_error,
     policy_context,
     prefer_backend,
     strict_mode,
     use_backend,
 )
+from fla.ops.backends.telemetry import CallEvent, Telemetry, add_observer, telemetry
 from fla.ops.backends.tensors import check_tensors
 from fla.ops.backends.trace import Record, Trace, counters, last_backend, trace
 from fla.ops.backends.triton import runs_on_triton
@@ -113,6 +116,21 @@ def resolve_op(name: str, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     return found
 
 
+def health(dispatcher: Dispatcher | None = None) -> dict[tuple[str, str], Health]:
+    """('operation.function', backend) → what its circuit breaker knows."""
+    return owner_of(dispatcher).health()
+
+
+def breaker(function: str | Callable[..., Any], backend: str, dispatcher: Dispatcher | None = None) -> Breaker:
+    """The circuit breaker of a backend for a function: `.state`, `.reset()`, `.force_open()`, `.force_close()`."""
+    return owner_of(dispatcher).breaker(function, backend)
+
+
+def add_breaker_listener(listener: BreakerListener, dispatcher: Dispatcher | None = None) -> Callable[[], None]:
+    """Call `listener(event)` with a `BreakerEvent` after every change of a breaker's state; returns what ends it."""
+    return owner_of(dispatcher).add_breaker_listener(listener)
+
+
 def set_log_level(level: int | str) -> None:
     """Set the level of the logger `fla`, which all namespaces share; plans are made anew, so that what is logged then fits.
 
@@ -128,6 +146,10 @@ __all__ = [
     'BackendBugError',
     'BackendRegistry',
     'BaseBackend',
+    'Breaker',
+    'BreakerEvent',
+    'BreakerSettings',
+    'CallEvent',
     'CandidateReport',
     'Decision',
     'DispatchError',
@@ -135,6 +157,7 @@ __all__ = [
     'Dispatcher',
     'FrozenError',
     'Handle',
+    'Health',
     'Manifest',
     'ManifestMismatchError',
     'NoBackendError',
@@ -143,10 +166,14 @@ __all__ = [
     'Reason',
     'Record',
     'RegistrationError',
+    'Telemetry',
     'Trace',
     'UnknownNameError',
     'Verdict',
+    'add_breaker_listener',
+    'add_observer',
     'allow_backends',
+    'breaker',
     'call_op',
     'check_tensors',
     'checkpoint_contexts',
@@ -158,9 +185,11 @@ __all__ = [
     'explain',
     'freeze_dispatch',
     'get_policy',
+    'health',
     'is_frozen',
     'last_backend',
     'manifest',
+    'on_error',
     'plugins',
     'policy_context',
     'prefer_backend',
@@ -174,6 +203,7 @@ __all__ = [
     'set_policy',
     'snapshot',
     'strict_mode',
+    'telemetry',
     'thaw_dispatch',
     'trace',
     'use_backend',

@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,6 +237,13 @@ class Breaker:
     def force_open(self) -> None:
         """Keep the backend out until `reset()` or `force_close()`; no time and no policy change ends that."""
         self._force(OPEN, 'force_open()')
+        if not self._owner.asked(self.function):
+            logs.logger.warning(
+                "%s: force_open() of backend %r has no effect while on_error='raise' is in force for the function, because "
+                "breakers are asked under on_error='fallback' only; deny_backends() keeps a backend out under any policy",
+                self.function,
+                self.backend,
+            )
 
     def force_close(self) -> None:
         """Let every call through, whatever fails, until `reset()` or `force_open()`."""
@@ -296,11 +303,13 @@ class Breakers:
 
     Attributes:
         clock: seconds, steadily increasing; tests put their own in its place.
+        asked: whether calls of a function look at their breakers under the policy in force.
     """
 
     def __init__(self) -> None:
         self.clock: Callable[[], float] = time.monotonic
         self.listeners: tuple[BreakerListener, ...] = ()
+        self.asked: Callable[[str], bool] = lambda function: True
         self._known: dict[tuple[str, str], Breaker] = {}
         self._numbers = itertools.count(1)
 
@@ -349,12 +358,16 @@ class Breakers:
             except Exception:  # a listener's error is not the call's
                 logs.logger.exception('breaker listener %r raised for %s', listener, event)
 
-    def clear(self, reason: str, operation: str | None = None) -> None:
-        """Forget what failed, of all functions or of one operation's; what was forced stays. Not under the lock."""
+    def clear(self, reason: str, operation: str | None = None, backends: Collection[str] | None = None) -> None:
+        """Forget what failed, of all or of one operation's functions, of all or some backends. What was forced stays.
+
+        Never called under the lock.
+        """
         with lock:
             known = list(self._known.values())
         for breaker in known:
-            if operation in (None, breaker.function.rpartition('.')[0]):
+            concerned = operation in (None, breaker.function.rpartition('.')[0])
+            if concerned and (backends is None or breaker.backend in backends):
                 breaker.clear(reason)
 
     def reset(self) -> None:

@@ -36,6 +36,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Gate, Plan
+from fla.ops.backends.policy import Effective
 from fla.ops.backends.signature import Signature
 from fla.utils.env import live_key
 
@@ -103,6 +104,24 @@ class Actions:
         raise NotImplementedError
 
     def reason(self, candidate: Candidate) -> Callable[[Any], None] | None:
+        raise NotImplementedError
+
+    def breaker(self, candidate: Candidate) -> Any:
+        raise NotImplementedError
+
+    def failed(self, candidate: Candidate, policy: Effective) -> Callable[..., Any]:
+        raise NotImplementedError
+
+    def exhausted(self) -> Callable[[Any], BaseException]:
+        raise NotImplementedError
+
+    def count(self, candidate: Candidate | None) -> Callable[..., None]:
+        raise NotImplementedError
+
+    def count_compiled(self, candidate: Candidate) -> Callable[[], None]:
+        raise NotImplementedError
+
+    def clock(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         raise NotImplementedError
 
 
@@ -226,7 +245,7 @@ class Generator:
                 late = []
             if not c.out:
                 self._candidate(c, tag)
-                if self.stops_at_winner and c.accepts_always:
+                if self.stops_at_winner and c.accepts_always and not self.plan.policy.falls_back:
                     return
                 if c.demotable:
                     late.append((c, tag))
@@ -386,7 +405,75 @@ class Call(Generator):
     def _without_arguments(self, name: str, action: Callable[[], None]) -> None:
         self.w.line(f'{self.w.bind(name, action)}()')
 
+    def chain(self, chain: tuple[Candidate, ...], platform: str) -> None:
+        if self.plan.policy.falls_back:
+            self.w.line('_d_failures = None')
+        super().chain(chain, platform)
+
     def run(self, c: Candidate, tag: str) -> None:
+        policy = self.plan.policy
+        if not (policy.falls_back or policy.telemetry):
+            self._announce(c, tag)
+            self._implementation(c, tag, 'return ')
+            return
+        # what follows is never seen by Dynamo: no change in it makes a compiled caller compile again
+        with self.w.block('if _d_dyn():'):
+            self._announce(c, tag)
+            if policy.telemetry:
+                self._without_arguments(f'_d_compiled{tag}', self.actions.count_compiled(c))
+            self._implementation(c, tag, 'return ')
+        if policy.falls_back and policy.use is None:
+            breaker = self.w.bind(f'_d_breaker{tag}', self.actions.breaker(c))
+            self.w.line('_d_probe = 0')
+            with self.w.block(f'if {breaker}.closed or (_d_probe := {breaker}.admit()) >= 0:'):
+                self._guarded(c, tag)
+            with self.w.block('else:'):
+                self._count(c, tag, 'open')
+                self._passed_over(c, tag)
+        else:
+            self._guarded(c, tag)
+
+    def _guarded(self, c: Candidate, tag: str) -> None:
+        """Run it, and see how that ends."""
+        policy = self.plan.policy
+        first = (*self.signature.tensors, 'None')[0]
+        took = ''
+        self._announce(c, tag)
+        if policy.telemetry == 'time':
+            begin, elapsed = self.actions.clock()
+            self.w.line(f'_d_start = {self.w.bind(f"_d_begin{self.serial}", begin)}({first})')
+            took = f'{self.w.bind(f"_d_elapsed{self.serial}", elapsed)}(_d_start, {first})'
+        with self.w.block('try:'):
+            self._implementation(c, tag, '_d_result = ')
+        with self.w.block('except _d_BaseException as _d_error:'):
+            if policy.falls_back:
+                failed = self.w.bind(f'_d_failed{tag}', self.actions.failed(c, policy))
+                self.w.line(f'_d_failures = {failed}(_d_error, _d_failures, {self._probe}, {first})')
+            if policy.telemetry:
+                outcome = "'raised' if _d_failures is None else 'failed'" if policy.falls_back else "'raised'"
+                self._count(c, tag, outcome, took or 'None', '_d_error', quote=False)
+            self.w.line('if _d_failures is None: raise' if policy.falls_back else 'raise')
+        with self.w.block('else:'):
+            if policy.falls_back:
+                breaker = self.w.bind(f'_d_breaker{tag}', self.actions.breaker(c))
+                self.w.line(f'if {self._probe} or {breaker}.failures: {breaker}.succeeded({self._probe})')
+                # the exceptions in it hold this frame
+                self.w.line('if _d_failures is not None: _d_failures.clear()')
+            if policy.telemetry:
+                self._count(c, tag, 'served', *([took] if took else []))
+            self.w.line('return _d_result')
+
+    @property
+    def _probe(self) -> str:
+        """A forced choice does not ask the breaker, so that it is no probe."""
+        return '_d_probe' if self.plan.policy.use is None else '0'
+
+    def _count(self, c: Candidate | None, tag: str, outcome: str, *more: str, quote: bool = True) -> None:
+        if self.plan.policy.telemetry:
+            count = self.w.bind(f'_d_count{tag}', self.actions.count(c))
+            self.w.line(f'{count}({", ".join([repr(outcome) if quote else outcome, *more])})')
+
+    def _announce(self, c: Candidate, tag: str) -> None:
         first_use = self.actions.first_use(c, self.platform)
         if first_use is not None:
             self._without_arguments(f'_d_use{tag}', first_use)
@@ -397,9 +484,11 @@ class Call(Generator):
                 record = self.w.bind(f'_d_record{tag}', self.actions.record(c))
                 named = [f'{n}={n}' for n in self.signature.names]
                 self.w.line(f'{record}(_d_dict({", ".join(named)}))')
+
+    def _implementation(self, c: Candidate, tag: str, to: str) -> None:
         name = self.w.bind(f'_d_i{tag}', c.member.implementation)
         assert c.member.call is not None
-        call = f'return {name}({c.member.call.arguments})'
+        call = f'{to}{name}({c.member.call.arguments})'
         if self.ranges:
             with self.w.block(f'with _d_range({f"{self.label}[{c.member.name}]"!r}):'):
                 self.w.line(call)
@@ -453,6 +542,11 @@ class Call(Generator):
             f'{self.label}: no backend accepts this call; run it outside torch.compile, or explain() it, for the reasons'
         )
         self.w.line(f'if _d_dyn(): raise _d_NoBackend({message!r})')
+        if self.plan.policy.telemetry:
+            self._count(None, f'{self.serial}_none', 'no_backend')
+        if self.plan.policy.falls_back:
+            exhausted = self.w.bind(f'_d_exhausted{self.serial}', self.actions.exhausted())
+            self.w.line(f'if _d_failures: raise {exhausted}(_d_failures)')
         self.w.line(f'return _d_none({self.forward})')
 
     def unmet_wish(self) -> None:
@@ -483,7 +577,15 @@ class Explain(Generator):
         super().chain(chain, platform)
 
     def run(self, c: Candidate, tag: str) -> None:
-        self.w.line(f'_d_c.accept({self._place(tag)})')
+        if not self.plan.policy.falls_back or self.plan.policy.use is not None:
+            self.w.line(f'_d_c.accept({self._place(tag)})')
+            return
+        self.w.line(f'_d_o = _d_refusal({c.member.name!r})')
+        with self.w.block('if _d_o is None:'):
+            self.w.line(f'_d_c.accept({self._place(tag)})')
+        with self.w.block('else:'):
+            self.w.line(f'_d_c.reject({self._place(tag)}, _d_o, "breaker")')
+            self._passed_over()
 
     def reject(self, c: Candidate, tag: str, reason: str, source: str) -> None:
         self.w.line(f'_d_c.reject({self._place(tag)}, {reason}, {source!r})')
@@ -519,7 +621,12 @@ class Explain(Generator):
         self._passed_over()
 
     def late(self, c: Candidate, tag: str) -> None:
-        self.w.line(f'_d_c.late({self._place(tag)})')
+        if self.plan.policy.falls_back and self.plan.policy.use is None:
+            self.w.line(f'_d_o = _d_refusal({c.member.name!r})')
+            self.w.line(f'if _d_o is None: _d_c.late({self._place(tag)})')
+            self.w.line(f'else: _d_c.reject({self._place(tag)}, _d_o, "breaker")')
+        else:
+            self.w.line(f'_d_c.late({self._place(tag)})')
 
     def nothing(self) -> None:
         self.w.line("_d_c.stop('no candidate accepts the call')")

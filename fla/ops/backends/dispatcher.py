@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fla.ops.backends import logs
 from fla.ops.backends.availability import Availability
 from fla.ops.backends.backend import KINDS, BaseBackend, on_change
+from fla.ops.backends.breaker import Breaker, BreakerListener, Breakers, Health
 from fla.ops.backends.discovery import Discovery, Plugin, in_forked_children
 from fla.ops.backends.environment import Environment
 from fla.ops.backends.errors import FrozenError, RegistrationError, UnknownNameError, unknown_name
@@ -32,6 +33,7 @@ from fla.utils.env import nearest
 
 if TYPE_CHECKING:
     from fla.ops.backends.entry import Entry
+    from fla.ops.backends.telemetry import Observer, Telemetry
     from fla.ops.backends.trace import Trace
 
 # Operations whose backends live elsewhere than in `fla.ops.<operation>.backends`.
@@ -94,6 +96,9 @@ class Dispatcher:
         # the undecorated functions, by key, where nothing is dispatched
         self.plain: dict[str, Callable[..., Any]] = {}
         self.traces: tuple[Trace, ...] = ()
+        self.telemetries: tuple[Telemetry, ...] = ()
+        self.observers: tuple[Observer, ...] = ()
+        self.breakers = Breakers()
         self.frozen: Frozen | None = None
         # operation ('*' for all) → how often what serves it has changed
         self._generations: dict[str, int] = {}
@@ -107,6 +112,7 @@ class Dispatcher:
         self._functions: dict[str, Entry] = {}
         self._entries: weakref.WeakSet[Entry] = weakref.WeakSet()
         self.device_facts: Callable[[str], Sequence[devices.Device]] = devices.devices_of
+        self.breakers.asked = self._breakers_asked
         in_forked_children(self._after_fork_in_child)
         _dispatchers.append(self)
 
@@ -254,6 +260,7 @@ class Dispatcher:
             self.toggles.forget(owner)
             with lock:
                 self._advance('*')
+            self.breakers.clear(f'{name} was set', backends=self._names_of(owner))
 
     def backend_changing(self, owner: Any, name: str) -> None:
         """An attribute of a backend class or instance is about to be set.
@@ -272,6 +279,10 @@ class Dispatcher:
         if isinstance(owner, type):
             return any(isinstance(backend, owner) for backend in self.backends())
         return any(backend is owner for backend in self.backends())
+
+    def _names_of(self, owner: Any) -> set[str]:
+        """Names of a backend, or of a class's backends."""
+        return {b.backend_type for b in self.backends() if b is owner or (isinstance(owner, type) and isinstance(b, owner))}
 
     def _matters(self, name: str) -> bool:
         if hasattr(BaseBackend, name):
@@ -330,13 +341,18 @@ class Dispatcher:
     def _compose(self) -> State:
         pinned = next((state for _, _, state in reversed(self.scopes) if state is not None), None)
         if pinned is not None:
-            return State(pinned.layers, bool(self.traces), pinned.env)
+            return State(pinned.layers, bool(self.traces), pinned.env, self._telemetry())
         if self.frozen is not None:  # what was in force then, also where a scope has ended since
-            return State(self.frozen.layers, bool(self.traces), self.frozen.env)
+            return State(self.frozen.layers, bool(self.traces), self.frozen.env, self._telemetry())
         layers = [layer for _, layer, _ in reversed(self.scopes)]
         if self._code is not None:
             layers.append(self._code)
-        return State((*layers, *(self._env_layers or ())), bool(self.traces))
+        return State((*layers, *(self._env_layers or ())), bool(self.traces), telemetry=self._telemetry())
+
+    def _telemetry(self) -> str:
+        if any(running.timing for running in self.telemetries):
+            return 'time'
+        return 'count' if self.telemetries or self.observers else ''
 
     def push(self) -> None:
         """Give every entry point the code for the state that is now in force."""
@@ -361,6 +377,8 @@ class Dispatcher:
     def _after_fork_in_child(self) -> None:
         """Other threads do not exist in the child, so that nobody there would ever leave their scopes."""
         self.discovery.after_fork_in_child()
+        for running in self.telemetries:
+            running.after_fork_in_child()
         me = threading.get_ident()
         self.holders = {token: thread for token, thread in self.holders.items() if thread == me}
         for token, _, _ in self.scopes:
@@ -382,6 +400,7 @@ class Dispatcher:
         with lock:
             old, self._code = self._code, Layer(policy, 'set_policy()')
             self.push()
+        self.breakers.clear('the policy changed')
         return old.policy if old else None
 
     def get_policy(self) -> Policy | None:
@@ -394,6 +413,7 @@ class Dispatcher:
         with lock:
             self._code = None
             self.push()
+        self.breakers.clear('the policy changed')
 
     def layers(self) -> tuple[Layer, ...]:
         """The layers in force, highest first, with their sources."""
@@ -514,6 +534,7 @@ class Dispatcher:
             self._env_layers = None
             self._advance('*')
             self.push()
+        self.breakers.clear('refresh()')
 
     def replan(self) -> None:
         """Every function plans again on its next call."""
@@ -533,6 +554,8 @@ class Dispatcher:
             self.scopes, self._code, self._env_layers = (), None, None
             self.holders = {}
             self.traces, self.listeners = (), ()
+            self.telemetries, self.observers = (), ()
+            self.breakers.reset()
             self.virtual.layers = ()
             self.device_facts = devices.devices_of
             for registry in self.registries.values():
@@ -545,6 +568,36 @@ class Dispatcher:
             for entry in self.entries():
                 entry.platforms = ()
             self._state = self._compose()
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def health(self) -> dict[tuple[str, str], Health]:
+        """('operation.function', backend) → what its circuit breaker knows."""
+        return self.breakers.health()
+
+    def breaker(self, function: str | Callable[..., Any], backend: str) -> Breaker:
+        """The circuit breaker of a backend for a function: `.state`, `.reset()`, `.force_open()`, `.force_close()`.
+
+        Args:
+            function: a dispatched function, or its name ('kda.chunk_kda').
+            backend: the backend's name.
+
+        Raises:
+            UnknownNameError: for names nobody knows.
+            TypeError: for a function that is not dispatched.
+        """
+        from fla.ops.backends.failure import breaker_of
+
+        return breaker_of(self, function, backend)
+
+    def _breakers_asked(self, function: str) -> bool:
+        entry = self._functions.get(function)
+        return entry is None or entry.policy(entry.state()).falls_back
+
+    def add_breaker_listener(self, listener: BreakerListener) -> Callable[[], None]:
+        """Call `listener(event)` after every change of a breaker's state, in the call's thread and outside every lock;
+        returns what ends it. What it raises is logged."""
+        return self.breakers.add_listener(listener)
 
     def validate(self) -> list[str]:
         """Problems that need no call: methods of functions nobody knows (pending), verifiers without a method, plugins and

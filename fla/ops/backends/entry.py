@@ -116,6 +116,7 @@ class Entry:
     def _make_namespace(self) -> dict[str, Any]:
         """Globals of the generated code. Without `__name__`: Dynamo would look its globals up in the module of that name."""
         return {
+            '_d_BaseException': BaseException,
             '_d_Bug': BackendBugError,
             '_d_Exception': Exception,
             '_d_NoBackend': NoBackendError,

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from fla.ops.backends import logs
+from fla.ops.backends.failure import ON_ERROR
 from fla.ops.backends.policy import Layer, Policy, normalise
 from fla.ops.backends.toggles import read_boolean, warn_retired
 from fla.utils.env import LIVE, live_key, nearest, split_list, text_of
@@ -25,6 +26,7 @@ VARIABLES = {
     'STRICT': ('policy', 'boolean: backend bugs and unmet wishes raise'),
     'REQUIRE_FIRST': ('policy', 'boolean: anything but the first available and enabled candidate raises'),
     'CHECK_VALUES': ('policy', 'boolean: checks look at tensor values (synchronises)'),
+    'ON_ERROR': ('policy', '`raise` or `fallback`: whether a failure that its backend declares retryable moves on'),
     'DISPATCH_TRACE': ('policy', 'boolean: record every call, print a summary at exit'),
     'LOG_LEVEL': ('policy', 'DEBUG, INFO, WARNING, ERROR: level of the logger'),
     'PLUGIN_MODULES': ('first call', '`a.b,c`: modules with a function register(registries)'),
@@ -84,6 +86,7 @@ class Environment:
             ('STRICT', Policy(strict=self.boolean('STRICT'))),
             ('REQUIRE_FIRST', Policy(require_first=self.boolean('REQUIRE_FIRST'))),
             ('CHECK_VALUES', Policy(check_values=self.boolean('CHECK_VALUES'))),
+            ('ON_ERROR', Policy(on_error=self._on_error())),
         ):
             if policy != Policy():
                 found.append((short, policy))
@@ -110,6 +113,21 @@ class Environment:
                 continue
             order[name.strip()] = split_list(tokens)
         return order
+
+    def _on_error(self) -> str | None:
+        text = self.text('ON_ERROR')
+        word = text.strip().casefold() if text is not None else None
+        if word is None or word in ON_ERROR:
+            return word
+        logs.warn_once(
+            ('on error', text),
+            '%s=%r is left out: it must be %s.%s',
+            self.name('ON_ERROR'),
+            text,
+            ' or '.join(ON_ERROR),
+            nearest(word, ON_ERROR),
+        )
+        return None
 
     def _log_level(self) -> None:
         text = self.text('LOG_LEVEL')

@@ -19,6 +19,7 @@ import torch
 from fla.ops.backends import tensors
 from fla.ops.backends.availability import capability_verdict
 from fla.ops.backends.backend import BaseBackend, Reason, Verdict, format_reason
+from fla.ops.backends.breaker import Breakers
 from fla.ops.backends.codegen import Explain, source_of
 from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import unknown_name
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from fla.ops.backends.entry import Entry
 
 
+_CAN_RUN = ('chosen', 'eligible', 'demoted')
+
+
 @dataclass(frozen=True)
 class CandidateReport:
     """One candidate of a decision.
@@ -38,7 +42,8 @@ class CandidateReport:
     Attributes:
         name, impl_id, kind: which one.
         verdict: 'chosen', 'eligible' (would also serve the call), 'demoted' (can, but says it should not), 'rejected' (by a
-            test or its verifier), 'disabled' (toggle), 'excluded' (policy), 'unavailable', or 'bug'.
+            test or its verifier), 'open' (kept out by its circuit breaker), 'disabled' (toggle), 'excluded' (policy),
+            'unavailable', or 'bug'.
         reason: why, None for the chosen and the eligible.
         source: who says so: a policy layer, a variable, 'availability', 'verifier', 'priority' …
         priority: lower is asked earlier.
@@ -139,6 +144,8 @@ class Decision:
             advice.append('install what is missing or move the tensors to a device that is supported')
         if 'rejected' in verdicts:
             advice.append('change the argument that a candidate names')
+        if 'open' in verdicts:
+            advice.append('wait for a circuit to close, or reset() its breaker()')
         return f'What to do: {", or ".join(advice) or "register a backend for this operation"}.'
 
 
@@ -167,7 +174,8 @@ class _Collector:
             self.winner = place
 
     def reject(self, place: int, reason: Reason, source: str) -> None:
-        self.verdicts[place] = ('unavailable' if source == 'availability' else 'rejected', reason, source)
+        verdict = {'availability': 'unavailable', 'breaker': 'open'}.get(source, 'rejected')
+        self.verdicts[place] = verdict, reason, source
 
     def off(self, place: int) -> None:
         gate = self.chain[place].gate
@@ -223,7 +231,8 @@ def explain_entry(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], p
     chain = plan.chains[where]
     collector = _Collector(chain)
     _run(entry, plan, where, collector, args, kwargs, pretended)
-    return _decision(entry, chain, collector, where, policy.order_source, bound.arguments, assumed)
+    breakers = entry.dispatcher.breakers if policy.falls_back and pretended is None else None
+    return _decision(entry, chain, collector, where, policy.order_source, bound.arguments, assumed, breakers)
 
 
 # in eager, from a frame that Dynamo gave up on, it would trace all of this
@@ -248,15 +257,20 @@ def _run(
     generator = Explain(entry.signature, plan, 'e')
     generator.only = platform
     source = source_of(generator, entry.name, entry._check_source(plan.policy), first='_d_c')
-    namespace = {**entry._namespace, **generator.w.bindings}
+    namespace = {**entry._namespace, **generator.w.bindings, '_d_refusal': partial(_refusal, entry)}
     if pretended is not None:
         namespace['_d_platform'] = partial(_platform_if, pretended)
+        namespace['_d_refusal'] = lambda backend: None  # what failed, failed on this machine
     made: dict[str, Any] = {}
     exec(compile(source, f'<fla dispatch {entry.key} explain>', 'exec'), namespace, made)
     function: types.FunctionType = made[entry.name]
     positional, function.__kwdefaults__ = entry.signature.defaults()
     function.__defaults__ = positional
     function(collector, *args, **kwargs)
+
+
+def _refusal(entry: Entry, backend: str) -> str | None:
+    return entry.dispatcher.breakers.of(entry.key, backend).refusal()
 
 
 def _platform_if(pretended: str, value: Any) -> str:
@@ -279,6 +293,7 @@ def _decision(
     order: str,
     arguments: dict[str, Any],
     assumed: set[int],
+    breakers: Breakers | None = None,
 ) -> Decision:
     reports = []
     for place, c in enumerate(chain):
@@ -290,10 +305,13 @@ def _decision(
         notes = []
         if not backend.verified:
             notes.append('unverified: never run against its real package')
-        if c.member.untraceable and verdict in ('chosen', 'eligible', 'demoted'):
+        if c.member.untraceable and verdict in _CAN_RUN:
             notes.append(f'skipped in compiled code: {c.member.untraceable}')
         if id(backend) in assumed:
             notes.append('assumed to be installed')
+        circuit = breakers.of(entry.key, c.member.name).note() if breakers and verdict in _CAN_RUN else None
+        if circuit is not None:
+            notes.append(circuit)
         if c.overridden:
             notes.append(f'forced by {order} although {c.overridden}')
         kind = backend.kind if c.member.implementation is not None else 'vendor'

@@ -24,9 +24,10 @@ import torch
 
 from fla.ops.backends import logs
 from fla.ops.backends.breaker import Breaker, BreakerSettings, in_backward, in_capture
-from fla.ops.backends.errors import DispatchError, error_text
+from fla.ops.backends.errors import DispatchError, error_text, unknown_name
 
 if TYPE_CHECKING:
+    from fla.ops.backends.dispatcher import Dispatcher
     from fla.ops.backends.entry import Entry
     from fla.ops.backends.plan import Candidate
 
@@ -134,11 +135,11 @@ def handler(entry: Entry, c: Candidate, breaker: Breaker, settings: BreakerSetti
         returns all exceptions so far if the next candidate may be tried, and None if the exception is to be raised; the
         earlier ones are then in its context.
     """
-    name, key = c.member.name, entry.key
-    retryable = tuple(c.member.backend.retryable)
+    name, key, backend = c.member.name, entry.key, c.member.backend
 
     def handle(error: BaseException, earlier: Failures | None, probe: int, first: Any) -> Failures | None:
         caller = sys._getframe(1).f_back
+        retryable = tuple(backend.retryable)
         undecided = (
             not isinstance(error, retryable)
             or is_of_caller(error, retryable)
@@ -201,3 +202,16 @@ def exhausted(function: str, failures: Failures) -> BaseException:
     # the frame that holds the list is in the exceptions' tracebacks
     failures.clear()
     return last
+
+
+def breaker_of(dispatcher: Dispatcher, function: str | Callable[..., Any], backend: str) -> Breaker:
+    """The circuit breaker of a backend for a function, both known."""
+    from fla.ops.backends.describe import entry_of
+    from fla.ops.backends.policy import normalise
+
+    entry = dispatcher.entry(function) if isinstance(function, str) else entry_of(function)
+    entry.dispatcher.discovery.load(entry.operation)
+    names = {member.name.casefold(): member.name for member in entry.members()}
+    if not isinstance(backend, str) or normalise(backend) not in names:
+        raise unknown_name('backend', str(backend), names.values(), f' of {entry.key}')
+    return entry.dispatcher.breakers.of(entry.key, names[normalise(backend)])

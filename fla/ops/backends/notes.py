@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fla.ops.backends import logs
 from fla.ops.backends.backend import format_reason
+from fla.ops.backends.breaker import Breaker
 from fla.ops.backends.codegen import Actions
 from fla.ops.backends.dynamo import while_tracing
+from fla.ops.backends.failure import exhausted, handler
 from fla.ops.backends.plan import Candidate
+from fla.ops.backends.policy import Effective
 from fla.ops.backends.signature import location
 
 if TYPE_CHECKING:
@@ -118,6 +122,30 @@ class Notes(Actions):
                 running.add(entry, c.member.name, arguments)
 
         return note
+
+    def breaker(self, c: Candidate) -> Breaker:
+        return self.entry.dispatcher.breakers.of(self.entry.key, c.member.name)
+
+    def failed(self, c: Candidate, policy: Effective) -> Callable[..., Any]:
+        return handler(self.entry, c, self.breaker(c), policy.breaker, last=policy.require_first)
+
+    def exhausted(self) -> Callable[[Any], BaseException]:
+        return functools.partial(exhausted, self.entry.key)
+
+    def count(self, c: Candidate | None) -> Callable[..., None]:
+        from fla.ops.backends.telemetry import reporter
+
+        return reporter(self.entry, 'none' if c is None else c.member.name)
+
+    def count_compiled(self, c: Candidate) -> Callable[[], None]:
+        from fla.ops.backends.telemetry import COMPILED, reporter
+
+        return while_tracing(functools.partial(reporter(self.entry, c.member.name), COMPILED))
+
+    def clock(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        from fla.ops.backends.telemetry import begin, elapsed
+
+        return begin, elapsed
 
     def reason(self, c: Candidate) -> Callable[[Any], None] | None:
         if not self.shows_reasons:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fla.ops.backends.backend import KINDS, BaseBackend
+from fla.ops.backends.breaker import BreakerSettings, as_settings
+from fla.ops.backends.failure import ON_ERROR
+from fla.utils.env import nearest
 
 ALIASES = {'triton': 'default'}
 
@@ -64,6 +67,8 @@ class Policy:
         strict: bugs and unmet wishes raise.
         require_first: anything but the first available and enabled candidate raises.
         check_values: checks may look at tensor values (synchronises).
+        on_error: 'raise', or 'fallback' to try the next candidate after a failure that its backend declares retryable.
+        breaker: when a backend that keeps failing is left alone: `BreakerSettings`, or a mapping of its fields.
     """
 
     use: tuple[str, ...] = ()
@@ -75,6 +80,8 @@ class Policy:
     strict: bool | None = None
     require_first: bool | None = None
     check_values: bool | None = None
+    on_error: str | None = None
+    breaker: BreakerSettings | None = None
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,10 +95,17 @@ class Policy:
         for name in ('strict', 'require_first', 'check_values'):
             if getattr(self, name) not in (None, True, False):
                 raise TypeError(f'{name} must be True, False or None, got {getattr(self, name)!r}')
+        if self.on_error not in (None, *ON_ERROR):
+            words = ', '.join(map(repr, ON_ERROR))
+            raise ValueError(
+                f'on_error must be {words} or None, got {self.on_error!r}{nearest(str(self.on_error), ON_ERROR)}'
+            )
+        put(self, 'breaker', as_settings(self.breaker))
         if self.op is not None and (not isinstance(self.op, str) or not self.op.strip()):
             raise TypeError(f"op must be an operation ('kda') or a function ('kda.chunk_kda'), got {self.op!r}")
         values = (self.use, self.prefer, self.order, self.allow, self.deny, self.op)
-        put(self, '_hash', hash((values, self.strict, self.require_first, self.check_values)))
+        flags = (self.strict, self.require_first, self.check_values, self.on_error, self.breaker)
+        put(self, '_hash', hash((values, flags)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -109,6 +123,8 @@ class Policy:
             self.strict,
             self.require_first,
             self.check_values,
+            self.on_error,
+            None if self.breaker is None else tuple(self.breaker.to_dict().values()),
         )
 
     def concerns(self, operation: str, function: str) -> bool:
@@ -127,9 +143,10 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are set, as JSON-ready values."""
-        fields = ('use', 'prefer', 'order', 'allow', 'deny', 'op', 'strict', 'require_first', 'check_values')
+        fields = ('use', 'prefer', 'order', 'allow', 'deny', 'op', 'strict', 'require_first', 'check_values', 'on_error')
         found = {name: getattr(self, name) for name in fields}
         found['order'] = {name: list(tokens) for name, tokens in self.order}
+        found['breaker'] = self.breaker.to_dict() if self.breaker else None
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in found.items()
@@ -152,16 +169,18 @@ class State:
     Attributes:
         layers: policies, highest first.
         tracing: calls are recorded.
+        telemetry: calls are counted ('count') and timed ('time'), or neither ('').
         env: frozen or pinned values of the toggles, None for the live environment.
     """
 
     layers: tuple[Layer, ...] = ()
     tracing: bool = False
     env: tuple[tuple[str, str | None], ...] | None = None
+    telemetry: str = ''
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, '_hash', hash((self.layers, self.tracing, self.env)))
+        object.__setattr__(self, '_hash', hash((self.layers, self.tracing, self.env, self.telemetry)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -191,8 +210,16 @@ class Effective:
     strict: bool = False
     require_first: bool = False
     check_values: bool = False
+    on_error: str = 'raise'
+    breaker: BreakerSettings = field(default_factory=BreakerSettings)
     tracing: bool = False
+    telemetry: str = ''
     env: tuple[tuple[str, str | None], ...] | None = None
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether failures move on, and breakers are asked."""
+        return self.on_error == 'fallback'
 
     @property
     def order_source(self) -> str:
@@ -222,11 +249,19 @@ def effective(state: State, operation: str, function: str, serves: Callable[[tup
             allow.append(Verb(policy.allow, layer.source))
         if policy.deny:
             deny.append(Verb(policy.deny, layer.source))
-        for name in ('strict', 'require_first', 'check_values'):
+        for name in ('strict', 'require_first', 'check_values', 'on_error', 'breaker'):
             value = getattr(policy, name)
             if value is not None:
                 flags.setdefault(name, value)
-    return Effective(allow=tuple(allow), deny=tuple(deny), tracing=state.tracing, env=state.env, **order, **flags)
+    return Effective(
+        allow=tuple(allow),
+        deny=tuple(deny),
+        tracing=state.tracing,
+        telemetry=state.telemetry,
+        env=state.env,
+        **order,
+        **flags,
+    )
 
 
 def _order_of(layer: Layer, operation: str, function: str, serves: Callable[[tuple[str, ...]], bool]) -> dict[str, Verb]:

@@ -240,6 +240,8 @@ class BackendRegistry:
         self.retry_paths()
 
     def _tell(self, event: str, entry: Registration) -> None:
+        operation = None if self.operation == '*' else self.operation
+        self.dispatcher.breakers.clear('the backends changed', operation)
         for listener in (*self._listeners, *self.dispatcher.listeners):
             try:
                 listener(event, self, entry)

@@ -112,9 +112,10 @@ def _spec(
     deny: tuple[str, ...] = (),
     op: str | None = None,
     strict: bool | None = None,
+    on_error: str | None = None,
 ) -> tuple[Any, ...]:
     """`Policy(...).spec` without making a Policy: Dynamo traces this."""
-    return (use, prefer, (), allow, deny, op, strict, None, None)
+    return (use, prefer, (), allow, deny, op, strict, None, None, on_error, None)
 
 
 def _need(verb: str, names: tuple[str, ...]) -> None:
@@ -166,3 +167,19 @@ def policy_context(policy: Policy, *, dispatcher: Dispatcher | None = None) -> S
 def strict_mode(on: bool = True, *, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
     """Inside the block backend bugs and unmet wishes raise (or, with `on=False`, do not)."""
     return Scope('strict_mode()', _spec(strict=bool(on), op=op), owner_of(dispatcher))
+
+
+def on_error(what: str, *, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block a failing implementation raises ('raise'), or the next candidate is tried ('fallback').
+
+    Only after exceptions that the backend declares in `retryable`; see `fla.ops.backends.failure` for what else must hold.
+
+    Args:
+        what: 'raise' or 'fallback'.
+        op: operation ('kda') or function ('kda.chunk_kda'). None: all.
+        dispatcher: the namespace; default: fla's own.
+
+    Raises:
+        ValueError: on entering, for another word.
+    """
+    return Scope('on_error()', _spec(on_error=what, op=op), owner_of(dispatcher))

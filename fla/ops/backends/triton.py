@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from fla.ops.backends.backend import BaseBackend
 
@@ -18,6 +19,13 @@ class RunsOnTriton(BaseBackend):
         """Platforms whose tensors a Triton kernel can be launched on."""
         gpus = ('cuda', 'rocm', 'xpu')
         return (*gpus, 'cpu') if os.environ.get('TRITON_INTERPRET') == '1' else gpus
+
+    @property
+    def retryable(self) -> tuple[type[BaseException], ...]:  # type: ignore[override]
+        """A kernel that does not compile, or needs more shared memory than there is: known before anything is launched.
+        Where Triton has not been imported, it has raised nothing."""
+        kind = getattr(sys.modules.get('triton.errors'), 'TritonError', None)
+        return () if kind is None else (kind,)
 
 
 runs_on_triton = RunsOnTriton
