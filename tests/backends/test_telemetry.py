@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 import threading
@@ -16,12 +17,14 @@ from fla.ops.backends import (
     NoBackendError,
     add_observer,
     breaker,
+    default_dispatcher,
     deny_backends,
     on_error,
     telemetry,
     trace,
 )
 from tests.backends.test_failure import Broken, failing_toy, raising
+from tests.backends.test_fork import in_child
 from tests.backends.toy import Q, Toy
 
 
@@ -294,11 +297,44 @@ def test_cuda_events_time_the_device():
     assert t.snapshot()['pending'] == 0
 
 
-def test_a_failed_attempt_is_timed_under_its_own_name():
+def test_only_served_calls_are_timed():
+    """No event is recorded on a device that has just failed, and how long failures take is no latency of the backend."""
     toy = failing_toy()
     with on_error('fallback'), telemetry(timing=True) as t:
         assert toy.ran() == 'b'
-    assert {row['backend']: row['count'] for row in t.snapshot()['timings']} == {'a': 1, 'b': 1}
+    assert {row['backend']: row['count'] for row in t.snapshot()['timings']} == {'b': 1}
+    assert t.count(outcome='failed') == 1
+
+
+def test_a_clock_that_fails_does_not_leave_a_probe_behind(monkeypatch):
+    toy = failing_toy()
+    clock = [0.0]
+    default_dispatcher().breakers.clock = lambda: clock[0]
+    with on_error('fallback'), telemetry(timing=True):
+        for _ in range(5):
+            toy.ran()
+        clock[0] += 30
+        with monkeypatch.context() as patch:
+
+            def fail():
+                raise OSError('no clock')
+
+            patch.setattr(sys.modules['fla.ops.backends.telemetry'].time, 'perf_counter', fail)
+            with pytest.raises(OSError, match='no clock'):
+                toy.ran()
+        assert breaker(toy.f, 'a').state == 'open'
+        assert breaker(toy.f, 'a').admit() > 0
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs os.fork')
+@pytest.mark.filterwarnings('ignore:This process.*multi-threaded:DeprecationWarning')
+def test_a_child_counts_on_by_itself():
+    toy = Toy()
+    toy.add('a')
+    with telemetry() as t:
+        toy.ran()
+        assert in_child(lambda: (toy.ran(), t.count())[1]) == 2
+        assert t.count() == 1
 
 
 def test_without_timing_no_clock_is_read(monkeypatch):
@@ -327,6 +363,17 @@ def test_observers_hear_every_outcome_until_they_end():
     assert isinstance(heard[0].error, Broken)
     assert heard[1].error is None
     assert heard[1].seconds is None
+
+
+def test_an_observer_may_be_added_twice():
+    toy = Toy()
+    toy.add('a')
+    heard = []
+    end, _ = add_observer(heard.append), add_observer(heard.append)
+    toy.ran()
+    end()
+    toy.ran()
+    assert len(heard) == 3
 
 
 def test_observers_get_times_where_they_are_taken():

@@ -308,7 +308,7 @@ class Breakers:
 
     def __init__(self) -> None:
         self.clock: Callable[[], float] = time.monotonic
-        self.listeners: tuple[BreakerListener, ...] = ()
+        self.listeners: tuple[tuple[object, BreakerListener], ...] = ()
         self.asked: Callable[[str], bool] = lambda function: True
         self._known: dict[tuple[str, str], Breaker] = {}
         self._numbers = itertools.count(1)
@@ -336,12 +336,13 @@ class Breakers:
         """Call `listener(event)` after every change of state; returns what ends it."""
         if not callable(listener):
             raise TypeError(f'a breaker listener is a function of a BreakerEvent, got {listener!r}')
+        token = object()  # the same one may be added twice
         with lock:
-            self.listeners = (*self.listeners, listener)
+            self.listeners = (*self.listeners, (token, listener))
 
         def end() -> None:
             with lock:
-                self.listeners = tuple(known for known in self.listeners if known is not listener)
+                self.listeners = tuple(known for known in self.listeners if known[0] is not token)
 
         return end
 
@@ -352,7 +353,7 @@ class Breakers:
         level = logging.WARNING if event.new == OPEN and event.old == CLOSED else logging.INFO
         words = '%s: the circuit of backend %r is %s: %s'
         logs.logger.log(level, words, event.function, event.backend, event.new.replace('_', ' '), event.reason)
-        for listener in self.listeners:
+        for _, listener in self.listeners:
             try:
                 listener(event)
             except Exception:  # a listener's error is not the call's

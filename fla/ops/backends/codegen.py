@@ -428,7 +428,7 @@ class Call(Generator):
             with self.w.block(f'if {breaker}.closed or (_d_probe := {breaker}.admit()) >= 0:'):
                 self._guarded(c, tag)
             with self.w.block('else:'):
-                self._count(c, tag, 'open')
+                self._count(c, tag, "'open'")
                 self._passed_over(c, tag)
         else:
             self._guarded(c, tag)
@@ -437,21 +437,25 @@ class Call(Generator):
         """Run it, and see how that ends."""
         policy = self.plan.policy
         first = (*self.signature.tensors, 'None')[0]
-        took = ''
         self._announce(c, tag)
-        if policy.telemetry == 'time':
-            begin, elapsed = self.actions.clock()
-            self.w.line(f'_d_start = {self.w.bind(f"_d_begin{self.serial}", begin)}({first})')
-            took = f'{self.w.bind(f"_d_elapsed{self.serial}", elapsed)}(_d_start, {first})'
+        timed = []
         with self.w.block('try:'):
+            if policy.telemetry == 'time':
+                begin, elapsed = (
+                    self.w.bind(f'_d_{name}{self.serial}', value)
+                    for name, value in zip(('begin', 'elapsed'), self.actions.clock(), strict=True)
+                )
+                self.w.line(f'_d_start = {begin}({first})')
+                timed = [f'{elapsed}(_d_start, {first})']
             self._implementation(c, tag, '_d_result = ')
         with self.w.block('except _d_BaseException as _d_error:'):
             if policy.falls_back:
                 failed = self.w.bind(f'_d_failed{tag}', self.actions.failed(c, policy))
                 self.w.line(f'_d_failures = {failed}(_d_error, _d_failures, {self._probe}, {first})')
             if policy.telemetry:
+                # not timed: no event may be recorded on a device that has just failed
                 outcome = "'raised' if _d_failures is None else 'failed'" if policy.falls_back else "'raised'"
-                self._count(c, tag, outcome, took or 'None', '_d_error', quote=False)
+                self._count(c, tag, outcome, 'None', '_d_error')
             self.w.line('if _d_failures is None: raise' if policy.falls_back else 'raise')
         with self.w.block('else:'):
             if policy.falls_back:
@@ -459,8 +463,7 @@ class Call(Generator):
                 self.w.line(f'if {self._probe} or {breaker}.failures: {breaker}.succeeded({self._probe})')
                 # the exceptions in it hold this frame
                 self.w.line('if _d_failures is not None: _d_failures.clear()')
-            if policy.telemetry:
-                self._count(c, tag, 'served', *([took] if took else []))
+            self._count(c, tag, "'served'", *timed)
             self.w.line('return _d_result')
 
     @property
@@ -468,10 +471,10 @@ class Call(Generator):
         """A forced choice does not ask the breaker, so that it is no probe."""
         return '_d_probe' if self.plan.policy.use is None else '0'
 
-    def _count(self, c: Candidate | None, tag: str, outcome: str, *more: str, quote: bool = True) -> None:
+    def _count(self, c: Candidate | None, tag: str, *arguments: str) -> None:
         if self.plan.policy.telemetry:
             count = self.w.bind(f'_d_count{tag}', self.actions.count(c))
-            self.w.line(f'{count}({", ".join([repr(outcome) if quote else outcome, *more])})')
+            self.w.line(f'{count}({", ".join(arguments)})')
 
     def _announce(self, c: Candidate, tag: str) -> None:
         first_use = self.actions.first_use(c, self.platform)
@@ -542,8 +545,7 @@ class Call(Generator):
             f'{self.label}: no backend accepts this call; run it outside torch.compile, or explain() it, for the reasons'
         )
         self.w.line(f'if _d_dyn(): raise _d_NoBackend({message!r})')
-        if self.plan.policy.telemetry:
-            self._count(None, f'{self.serial}_none', 'no_backend')
+        self._count(None, f'{self.serial}_none', "'no_backend'")
         if self.plan.policy.falls_back:
             exhausted = self.w.bind(f'_d_exhausted{self.serial}', self.actions.exhausted())
             self.w.line(f'if _d_failures: raise {exhausted}(_d_failures)')

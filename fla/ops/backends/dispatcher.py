@@ -97,7 +97,7 @@ class Dispatcher:
         self.plain: dict[str, Callable[..., Any]] = {}
         self.traces: tuple[Trace, ...] = ()
         self.telemetries: tuple[Telemetry, ...] = ()
-        self.observers: tuple[Observer, ...] = ()
+        self.observers: tuple[tuple[object, Observer], ...] = ()
         self.breakers = Breakers()
         self.frozen: Frozen | None = None
         # operation ('*' for all) → how often what serves it has changed

@@ -253,6 +253,8 @@ def effective(state: State, operation: str, function: str, serves: Callable[[tup
             value = getattr(policy, name)
             if value is not None:
                 flags.setdefault(name, value)
+    if flags.get('on_error') != 'fallback':
+        flags.pop('breaker', None)  # nothing reads it: one plan for all
     return Effective(
         allow=tuple(allow),
         deny=tuple(deny),

@@ -8,8 +8,8 @@ The code that counts is part of the plan of a state in which somebody counts; ot
     no_backend: no candidate was left; the backend is then 'none';
     compiled: the call was traced by torch.compile. Compiled regions run no Python, so it is counted once per trace.
 
-Times are opt-in. A call on CUDA tensors is timed with a pair of events that are read when somebody asks, never waited for;
-any other call by the host's clock.
+Times are opt-in, and of served calls only. One on CUDA tensors is timed with a pair of events that are read when somebody
+asks, never waited for; any other by the host's clock.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CallEvent:
         function: 'operation.function'.
         backend: its name; 'none' where no candidate was left.
         outcome: one of `OUTCOMES`.
-        seconds: time on the host's clock, where it was taken. None otherwise; CUDA events are read later.
+        seconds: time on the host's clock, where it was taken: of served calls. CUDA events are read later.
         error: what was raised.
     """
 
@@ -254,17 +254,18 @@ def add_observer(observer: Observer, dispatcher: Dispatcher | None = None) -> Ca
 
     What an observer raises is logged once and harms no call.
     """
-    owner = owner_of(dispatcher)
+    # the same one may be added twice
+    owner, token = owner_of(dispatcher), object()
     if not callable(observer):
         raise TypeError(f'an observer is a function of a CallEvent, got {observer!r}')
     owner.state()
     with lock:
-        owner.observers = (*owner.observers, observer)
+        owner.observers = (*owner.observers, (token, observer))
         owner.push()
 
     def end() -> None:
         with lock:
-            owner.observers = tuple(known for known in owner.observers if known is not observer)
+            owner.observers = tuple(known for known in owner.observers if known[0] is not token)
             owner.push()
 
     return end
@@ -311,8 +312,8 @@ def reporter(entry: Entry, backend: str) -> Callable[..., None]:
     return report
 
 
-def _tell(observers: tuple[Observer, ...], event: CallEvent) -> None:
-    for observer in observers:
+def _tell(observers: tuple[tuple[object, Observer], ...], event: CallEvent) -> None:
+    for _, observer in observers:
         try:
             observer(event)
         except Exception:
