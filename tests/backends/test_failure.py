@@ -432,6 +432,17 @@ def test_causes_of_each_failure_stay_where_they_are():
     assert was.__context__ is None
 
 
+def test_what_the_caller_is_handling_stands_before_the_first_failure():
+    toy = Toy(default_verifier=lambda q: (False, 'not today'))
+    numbered(toy, 'abc')
+    try:
+        raise LookupError('outside')
+    except LookupError:
+        with on_error('fallback'), pytest.raises(Broken) as caught:
+            toy.ran()
+    assert contexts(caught.value) == ['c', 'b', 'a', 'outside']
+
+
 def test_one_exception_object_raised_by_everybody_does_not_become_a_circle():
     toy = Toy(default_verifier=lambda q: (False, 'not today'))
     error = Broken('shared')

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Gate, Plan
 from fla.ops.backends.policy import Effective
@@ -112,7 +112,7 @@ class Actions:
     def failed(self, candidate: Candidate, policy: Effective) -> Callable[..., Any]:
         raise NotImplementedError
 
-    def exhausted(self) -> Callable[[Any], BaseException]:
+    def exhausted(self) -> Callable[[Any], NoReturn]:
         raise NotImplementedError
 
     def count(self, candidate: Candidate | None) -> Callable[..., None]:
@@ -548,7 +548,7 @@ class Call(Generator):
         self._count(None, f'{self.serial}_none', "'no_backend'")
         if self.plan.policy.falls_back:
             exhausted = self.w.bind(f'_d_exhausted{self.serial}', self.actions.exhausted())
-            self.w.line(f'if _d_failures: raise {exhausted}(_d_failures)')
+            self.w.line(f'if _d_failures: {exhausted}(_d_failures)')
         self.w.line(f'return _d_none({self.forward})')
 
     def unmet_wish(self) -> None:

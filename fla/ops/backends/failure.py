@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -196,12 +196,21 @@ def _shown_before(error: BaseException) -> BaseException | None:
     return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def exhausted(function: str, failures: Failures) -> BaseException:
-    """The exception to raise where every candidate of a call has failed or does not take it."""
-    last = _give_up(function, list(failures), sys._getframe(1).f_back)
-    # the frame that holds the list is in the exceptions' tracebacks
+def exhausted(function: str, failures: Failures) -> NoReturn:
+    """Raises the last exception where every candidate of a call has failed or does not take it."""
+    last: BaseException | None = _give_up(function, list(failures), sys._getframe(1).f_back)
+    assert last is not None
+    context = last.__context__
+    # the frames that hold the list and the exception are in the exceptions' tracebacks
     failures.clear()
-    return last
+    try:
+        raise last
+    except BaseException:
+        # where the caller is handling an exception, `raise` has put that one in place of the earlier failures
+        last.__context__ = context
+        raise
+    finally:
+        last = context = None
 
 
 def breaker_of(dispatcher: Dispatcher, function: str | Callable[..., Any], backend: str) -> Breaker:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fla.ops.backends import logs
 from fla.ops.backends.backend import format_reason
@@ -129,7 +129,7 @@ class Notes(Actions):
     def failed(self, c: Candidate, policy: Effective) -> Callable[..., Any]:
         return handler(self.entry, c, self.breaker(c), policy.breaker, last=policy.require_first)
 
-    def exhausted(self) -> Callable[[Any], BaseException]:
+    def exhausted(self) -> Callable[[Any], NoReturn]:
         return functools.partial(exhausted, self.entry.key)
 
     def count(self, c: Candidate | None) -> Callable[..., None]:
