@@ -171,6 +171,16 @@ def test_settings(toy, clock, breaker_of):
     assert toy.ran() == 'a'
 
 
+@pytest.mark.parametrize('breaker_of', [BreakerSettings(threshold=2, cooldown=7), {'threshold': 2, 'cooldown': 7}])
+def test_settings_of_a_scope(toy, clock, breaker_of):
+    with on_error('fallback', breaker=breaker_of):
+        fail(toy, 2)
+        assert state(toy) == 'open'
+        assert health()[f'{toy.op}.f', 'a'].retry_in == 7
+    with pytest.raises(TypeError, match='breaker must be'):
+        on_error('fallback', breaker=5)
+
+
 @pytest.mark.parametrize(
     ('bad', 'error'),
     [

@@ -55,6 +55,11 @@ class BreakerSettings:
                 raise ValueError(f'{name} must be a number of seconds from 0, got {value!r}')
             object.__setattr__(self, name, float(value))
 
+    @property
+    def spec(self) -> tuple[Any, ...]:
+        """As constants that compiled code can carry; `as_settings` reads them."""
+        return self.threshold, self.cooldown, self.probe_timeout
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready values."""
         return {'threshold': self.threshold, 'cooldown': self.cooldown, 'probe_timeout': self.probe_timeout}

@@ -124,7 +124,7 @@ class Policy:
             self.require_first,
             self.check_values,
             self.on_error,
-            None if self.breaker is None else tuple(self.breaker.to_dict().values()),
+            None if self.breaker is None else self.breaker.spec,
         )
 
     def concerns(self, operation: str, function: str) -> bool:

@@ -15,15 +15,18 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from fla.ops.backends import logs
+from fla.ops.backends.breaker import BreakerSettings, as_settings
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import DispatchError
+from fla.ops.backends.failure import ON_ERROR
 from fla.ops.backends.policy import Layer, Policy
 
 _tokens = itertools.count()
@@ -113,9 +116,10 @@ def _spec(
     op: str | None = None,
     strict: bool | None = None,
     on_error: str | None = None,
+    breaker: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:
     """`Policy(...).spec` without making a Policy: Dynamo traces this."""
-    return (use, prefer, (), allow, deny, op, strict, None, None, on_error, None)
+    return (use, prefer, (), allow, deny, op, strict, None, None, on_error, breaker)
 
 
 def _need(verb: str, names: tuple[str, ...]) -> None:
@@ -169,7 +173,13 @@ def strict_mode(on: bool = True, *, op: str | None = None, dispatcher: Dispatche
     return Scope('strict_mode()', _spec(strict=bool(on), op=op), owner_of(dispatcher))
 
 
-def on_error(what: str, *, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
+def on_error(
+    what: str,
+    *,
+    op: str | None = None,
+    breaker: BreakerSettings | Mapping[str, float] | None = None,
+    dispatcher: Dispatcher | None = None,
+) -> Scope:
     """Inside the block a failing implementation raises ('raise'), or the next candidate is tried ('fallback').
 
     Only after exceptions that the backend declares in `retryable`; see `fla.ops.backends.failure` for what else must hold.
@@ -177,9 +187,15 @@ def on_error(what: str, *, op: str | None = None, dispatcher: Dispatcher | None 
     Args:
         what: 'raise' or 'fallback'.
         op: operation ('kda') or function ('kda.chunk_kda'). None: all.
+        breaker: when a backend that keeps failing is left alone: `BreakerSettings`, or a mapping of its fields. None: as the
+            layers below say.
         dispatcher: the namespace; default: fla's own.
 
     Raises:
-        ValueError: on entering, for another word.
+        ValueError: for another word, or settings that cannot be right.
     """
-    return Scope('on_error()', _spec(on_error=what, op=op), owner_of(dispatcher))
+    if what not in ON_ERROR:
+        raise ValueError(f"on_error must be 'raise' or 'fallback', got {what!r}")
+    settings = as_settings(breaker)
+    spec = _spec(on_error=what, breaker=None if settings is None else settings.spec, op=op)
+    return Scope('on_error()', spec, owner_of(dispatcher))
