@@ -479,6 +479,20 @@ def test_a_demoted_backend_is_still_there_to_fall_back_to():
         assert toy.ran() == 'a'
 
 
+@pytest.mark.parametrize(('value', 'ran'), [('1', 'b'), ('0', 'c'), (' yEs ', 'b'), (' oFF ', 'c'), ('perhaps', 'b')])
+def test_a_toggle_value_never_seen_does_not_run_the_failed_one_again(value, ran, monkeypatch):
+    toy = failing_toy()
+    toy.registry.unregister('b')
+    toy.add('b', env_var='FLA_FAILURE_B', accepts=lambda self, q: (True, None))
+    toy.add('c')
+    with on_error('fallback'):
+        assert toy.ran() == 'b'
+        monkeypatch.setenv('FLA_FAILURE_B', value)
+        assert toy.ran() == ran
+        assert toy.runs == ['a', 'a']
+        assert explain(toy.f, Q, Q)['b'].verdict == ('eligible' if ran == 'b' else 'disabled')
+
+
 def test_the_arguments_reach_the_next_candidate_unchanged():
     seen = []
     toy = Toy()

@@ -121,6 +121,9 @@ class Actions:
     def count_compiled(self, candidate: Candidate) -> Callable[[], None]:
         raise NotImplementedError
 
+    def is_on_now(self, candidate: Candidate) -> Callable[[], bool]:
+        raise NotImplementedError
+
     def clock(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         raise NotImplementedError
 
@@ -298,8 +301,12 @@ class Generator:
             with self.w.block(f'{word} {_any_of(raws, group)}:'):
                 write(c, tag)
             word = 'elif'
+        self.never_seen(c, tag, word)
         with self.w.block('else:'):
             self.again(f'_d_cold({self.serial!r})')
+
+    def never_seen(self, c: Candidate, tag: str, word: str) -> None:
+        """What comes before planning anew for a toggle's value that is not known yet; `word` begins a test."""
 
     def _tests(self, c: Candidate, tag: str) -> None:
         word = 'if'
@@ -465,6 +472,15 @@ class Call(Generator):
                 self.w.line('if _d_failures is not None: _d_failures.clear()')
             self._count(c, tag, "'served'", *timed)
             self.w.line('return _d_result')
+
+    def never_seen(self, c: Candidate, tag: str, word: str) -> None:
+        if self.plan.policy.falls_back:
+            # planning anew would run again what has failed in this very call
+            now = self.w.bind(f'_d_now{tag}', self.actions.is_on_now(c))
+            with self.w.block(f'{word} _d_failures and {now}():'):
+                self._tests(c, tag)
+            with self.w.block('elif _d_failures:'):
+                self.off(c, tag)
 
     @property
     def _probe(self) -> str:

@@ -142,6 +142,10 @@ class Notes(Actions):
 
         return while_tracing(functools.partial(reporter(self.entry, c.member.name), COMPILED))
 
+    def is_on_now(self, c: Candidate) -> Callable[[], bool]:
+        toggles = self.entry.dispatcher.toggles
+        return lambda: toggles.gate(c.member.backend).is_on
+
     def clock(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         from fla.ops.backends.telemetry import begin, elapsed
 
