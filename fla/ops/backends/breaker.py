@@ -195,8 +195,8 @@ class Breaker:
                     self._settings = settings
                     self._until = self._owner.clock() + settings.cooldown
                     self._opened += 1
-                    row = f'{self.failures} failures in a row' if self.failures > 1 else '1 failure'
-                    event = self._to(OPEN, f'{"the probe failed: " if probe else ""}{row}, the last {error}')
+                    words = f'{_row(self.failures)}, the last {error}'
+                    event = self._to(OPEN, f'the probe failed: {words}' if probe else words)
         self._owner.tell(event)
 
     def abandoned(self, probe: int) -> None:
@@ -288,7 +288,7 @@ class Breaker:
             return 'its circuit was forced open; reset() the breaker to close it'
         if health.retry_in == 0.0 and may_probe():
             return None
-        failures = f'{health.failures} failure{"s" if health.failures != 1 else ""} in a row'
+        failures = _row(health.failures)
         if health.state == HALF_OPEN:
             return f'its circuit is half open: another call is the probe ({failures}, the last {health.last_error})'
         return f'its circuit is open for {health.retry_in or 0:.1f} s more: {failures}, the last {health.last_error}'
@@ -300,7 +300,7 @@ class Breaker:
             return 'its circuit was forced closed'
         if health.state != CLOSED:
             return f'its circuit is {health.state.replace("_", " ")}; this call would be the probe'
-        return f'its circuit is closed, {health.failures} failures in a row' if health.failures else None
+        return f'its circuit is closed, {_row(health.failures)}' if health.failures else None
 
 
 class Breakers:
@@ -382,6 +382,10 @@ class Breakers:
             for breaker in self._known.values():
                 breaker._forget()
             self.listeners, self.clock = (), time.monotonic
+
+
+def _row(failures: int) -> str:
+    return f'{failures} failure{"s" if failures != 1 else ""} in a row'
 
 
 def in_capture() -> bool:
