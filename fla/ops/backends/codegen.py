@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Gate, Plan
-from fla.ops.backends.policy import Effective
+from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Case, Gate, Plan
+from fla.ops.backends.policy import Conditional, Effective
 from fla.ops.backends.signature import Signature
 from fla.utils.env import live_key
 
@@ -106,6 +106,9 @@ class Actions:
     def reason(self, candidate: Candidate) -> Callable[[Any], None] | None:
         raise NotImplementedError
 
+    def unanswerable(self, case: Conditional) -> Callable[[], None]:
+        raise NotImplementedError
+
     def breaker(self, candidate: Candidate) -> Any:
         raise NotImplementedError
 
@@ -134,7 +137,7 @@ class Generator:
     def __init__(self, signature: Signature, plan: Plan, serial: str) -> None:
         self.signature, self.plan, self.serial = signature, plan, serial
         self.w = Writer()
-        self.place, self.platform = 0, ANY
+        self.place, self.platform = '0', ANY
         self.forward = signature.forward_all()
 
     # -- outcomes, for subclasses -------------------------------------------------------------------------------------
@@ -193,17 +196,17 @@ class Generator:
     def platforms(self) -> None:
         """The chain of the call's platform."""
         if not self.plan.by_platform:
-            self.chain(self.plan.chains[ANY], ANY)
+            self.cases(ANY)
             return
         word = 'if'
-        for place, (platform, chain) in enumerate(self.plan.chains.items()):
-            self.place = place
+        for place, platform in enumerate(self.plan.chains):
+            self.place = str(place)
             if platform == NO_TENSOR:
                 test = '_d_x is _d_NoTensor'
             else:
                 test = _PLATFORM_TESTS.get(platform, f'_d_platform(_d_x) == {platform!r}')
             with self.w.block(f'{word} {test}:'):
-                self.chain(chain, platform)
+                self.cases(platform)
             word = 'elif'
         if not self.plan.chains:  # no call yet: an `else` would belong to whatever `if` stands above
             self.again(f'_d_need({self.serial!r}, _d_platform(_d_x))')
@@ -233,6 +236,40 @@ class Generator:
         with self.w.block(f'if _d_k == 1 and _d_has_override(({first},)):'):
             self.w.line(f'return _d_offer(({first},), {self.forward})')
         self.w.line(f'if _d_k == 2: _d_refuse({first!r}, _d_type({first}).__name__)')
+
+    def cases(self, platform: str) -> None:
+        """The first case whose condition holds, else the usual order."""
+        place = self.place
+        for number, case in enumerate(self.plan.cases.get(platform, ())):
+            self.place = f'{place}c{number}'
+            if case.conditional.condition is None:
+                self.case(case, number, platform)
+                return
+            self._condition(case, number)
+            with self.w.block('if _d_w:'):
+                self.case(case, number, platform)
+        self.place = place
+        self.chain(self.plan.chains[platform], platform)
+
+    def case(self, case: Case, number: int, platform: str) -> None:
+        """What a call does where a case holds."""
+        self.chain(case.chain, platform)
+
+    def _condition(self, case: Case, number: int) -> None:
+        """`_d_w`: whether the condition holds. One that cannot be answered raises: a `try` costs nothing where it holds."""
+        condition = case.conditional.condition
+        assert condition is not None
+        bind = lambda name, value: self.w.bind(f'_d_w{self.serial}_{self.place}_{name}', value)  # noqa: E731
+        with self.w.block('try:'):
+            eager, traced = condition.source(bind), condition.source(bind, traced=True)
+            self.w.line(f'_d_w = {eager}' if eager == traced else f'_d_w = ({traced}) if _d_dyn() else ({eager})')
+        with self.w.block('except _d_Exception as _d_error:' if self.plan.policy.strict else 'except _d_Exception:'):
+            self.w.line('_d_w = False')
+            self.unanswerable(case, number)
+
+    def unanswerable(self, case: Case, number: int) -> None:
+        """A condition has no answer for this call."""
+        raise NotImplementedError
 
     def chain(self, chain: tuple[Candidate, ...], platform: str) -> None:
         self.platform = platform
@@ -492,6 +529,13 @@ class Call(Generator):
             count = self.w.bind(f'_d_count{tag}', self.actions.count(c))
             self.w.line(f'{count}({", ".join(arguments)})')
 
+    def unanswerable(self, case: Case, number: int) -> None:
+        if self.plan.policy.strict:
+            self.w.line(f'raise _d_Bug({unanswerable_text(case.conditional, self.label)!r}) from _d_error')
+            return
+        name = f'_d_unanswerable{self.serial}_{self.place}'
+        self._without_arguments(name, self.actions.unanswerable(case.conditional))
+
     def _announce(self, c: Candidate, tag: str) -> None:
         first_use = self.actions.first_use(c, self.platform)
         if first_use is not None:
@@ -578,7 +622,7 @@ class Explain(Generator):
     only = ANY
 
     def platforms(self) -> None:
-        self.chain(self.plan.chains[self.only], self.only)
+        self.cases(self.only)
 
     def again(self, line: str) -> None:
         self.w.line('_d_c.stale()')
@@ -589,6 +633,20 @@ class Explain(Generator):
 
     def _place(self, tag: str) -> str:
         return tag.rsplit('_', 1)[1]
+
+    def case(self, case: Case, number: int, platform: str) -> None:
+        self.w.line(f'_d_c.case({number})')
+        super().case(case, number, platform)
+        self.w.line('return')
+
+    def _condition(self, case: Case, number: int) -> None:
+        super()._condition(case, number)
+        self.w.line(f'_d_c.asked({number}, _d_w)')
+
+    def unanswerable(self, case: Case, number: int) -> None:
+        self.w.line(f'_d_c.unanswerable({number})')
+        if self.plan.policy.strict:
+            self.w.line(f'_d_c.stop({unanswerable_text(case.conditional, "")!r})')
 
     def chain(self, chain: tuple[Candidate, ...], platform: str) -> None:
         self.w.line(f'_d_c.begin({platform!r})')
@@ -651,6 +709,13 @@ class Explain(Generator):
 
     def unmet_wish(self) -> None:
         self.w.line("_d_c.stop('no preferred backend accepts the call (strict)')")
+
+
+def unanswerable_text(case: Conditional, label: str) -> str:
+    """A condition that a call gives no answer to."""
+    assert case.condition is not None
+    text = f'the condition {case.condition.text!r} ({case.order.source}) has no answer for this call'
+    return f'{label}: {text}' if label else text
 
 
 def _bug_text(c: Candidate, label: str, method: str) -> str:

@@ -23,8 +23,8 @@ from fla.ops.backends.breaker import Breakers
 from fla.ops.backends.codegen import Explain, source_of
 from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import unknown_name
-from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Facts, Member, build
-from fla.ops.backends.policy import normalise
+from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Case, Facts, Member, build
+from fla.ops.backends.policy import Conditional, Effective, normalise
 from fla.utils.devices import KNOWN_DEVICES, PLATFORMS, Device
 from fla.utils.owners import with_conflict
 
@@ -77,6 +77,7 @@ class Decision:
         platform: platform of the call ('any' where the decision does not depend on it).
         arguments: name → what came, for tensors dtype, shape and device.
         member: the chosen candidate as the framework holds it.
+        rules: the conditional orders that were asked, each with its answer, and those that the function cannot answer.
     """
 
     function: str
@@ -87,6 +88,7 @@ class Decision:
     platform: str
     arguments: dict[str, str]
     member: Member | None = field(default=None, repr=False, compare=False)
+    rules: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> CandidateReport:
         for candidate in self.candidates:
@@ -103,6 +105,7 @@ class Decision:
             'order': self.order,
             'platform': self.platform,
             'arguments': dict(self.arguments),
+            'rules': list(self.rules),
             'candidates': [candidate.to_dict() for candidate in self.candidates],
         }
 
@@ -117,7 +120,7 @@ class Decision:
             reason = f'{c.reason} [{c.source}]' if c.reason else f'[{c.source}]'
             notes = f' ({"; ".join(c.notes)})' if c.notes else ''
             lines.append(f'  {c.name:<{width}}  {c.verdict:<11}  {reason}{notes}')
-        return lines
+        return lines + [f'  {rule}' for rule in self.rules]
 
     def error_text(self) -> str:
         """The message of NoBackendError: every candidate with its reason, the arguments, and what to do."""
@@ -152,14 +155,31 @@ class Decision:
 class _Collector:
     """Takes the notes of one explained call. The first event that ends a call decides its outcome."""
 
-    def __init__(self, chain: Sequence[Candidate]) -> None:
-        self.chain = chain
+    def __init__(self, chain: Sequence[Candidate], order: str = '', cases: Sequence[Case] = ()) -> None:
+        self.chain, self.order, self.cases = chain, order, cases
+        self.rules: list[str] = []
         self.verdicts: dict[int, tuple[str, Reason, str]] = {}
         self.winner: int | None = None
         self.error: str | None = None
 
     def begin(self, platform: str) -> None:
         self.platform = platform
+
+    def case(self, number: int) -> None:
+        """This call's order is that of a case."""
+        case = self.cases[number]
+        self.chain, self.order = case.chain, case.conditional.order.source
+        if case.conditional.condition is None:
+            self.rules.append(f'{_words(case.conditional)}: holds for every call')
+
+    def asked(self, number: int, holds: bool) -> None:
+        words = _words(self.cases[number].conditional)
+        if not (self.rules and self.rules[-1].startswith(f'{words}: has no answer')):
+            self.rules.append(f'{words}: {"holds" if holds else "does not hold"}')
+
+    def unanswerable(self, number: int) -> None:
+        error = sys.exc_info()[1]
+        self.rules.append(f'{_words(self.cases[number].conditional)}: has no answer ({type(error).__name__}: {error})')
 
     def _open(self) -> bool:
         return self.winner is None and self.error is None
@@ -207,6 +227,20 @@ class _Collector:
             self.error = f'the call is offered to {cls.__qualname__}.__torch_function__, which decides'
 
 
+def _words(case: Conditional) -> str:
+    when = f' when {case.condition.text}' if case.condition else ''
+    return f'{case.order.source}{when} → {", ".join(case.order.tokens)}'
+
+
+def _unfit(entry: Entry, policy: Effective) -> list[str]:
+    """The rules that speak of parameters the function does not have."""
+    return [
+        f'{_words(case)}: {case.condition.problem(entry.signature)}'
+        for case in policy.cases
+        if case.condition is not None and case.condition.problem(entry.signature) is not None
+    ]
+
+
 def explain_entry(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], platform: Any) -> Decision:
     """`explain` for an entry point."""
     bound = entry.signature.signature.bind(*args, **kwargs)
@@ -229,10 +263,11 @@ def explain_entry(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], p
     plan = build(entry.signature, entry.members(), policy, [where], facts)
     where = where if plan.by_platform else ANY
     chain = plan.chains[where]
-    collector = _Collector(chain)
+    collector = _Collector(chain, policy.order_source, plan.cases.get(where, ()))
+    collector.rules += _unfit(entry, policy)
     _run(entry, plan, where, collector, args, kwargs, pretended)
     breakers = entry.dispatcher.breakers if policy.falls_back and pretended is None else None
-    return _decision(entry, chain, collector, where, policy.order_source, bound.arguments, assumed, breakers)
+    return _decision(entry, collector, where, bound.arguments, assumed, breakers)
 
 
 # in eager, from a frame that Dynamo gave up on, it would trace all of this
@@ -246,9 +281,9 @@ def _baseline(entry: Entry, arguments: dict[str, Any]) -> Decision:
     out = 'excluded', f'{variable} was set at import, so that nothing is dispatched', variable
     members = sorted(entry.members(), key=lambda member: member.backend.kind != 'default')
     chain = [Candidate(member, None if member.backend.kind == 'default' else out) for member in members]
-    collector = _Collector(chain)
+    collector = _Collector(chain, variable)
     collector.accept(0)
-    return _decision(entry, chain, collector, ANY, variable, arguments, set())
+    return _decision(entry, collector, ANY, arguments, set())
 
 
 def _run(
@@ -287,15 +322,14 @@ def _platform_of_call(entry: Entry, arguments: dict[str, Any]) -> str:
 
 def _decision(
     entry: Entry,
-    chain: Sequence[Candidate],
     collector: _Collector,
     platform: str,
-    order: str,
     arguments: dict[str, Any],
     assumed: set[int],
     breakers: Breakers | None = None,
 ) -> Decision:
     reports = []
+    chain, order = collector.chain, collector.order
     for place, c in enumerate(chain):
         backend = c.member.backend
         verdict, reason, source = c.out or collector.verdicts.get(place, ('rejected', 'not reached', 'order'))
@@ -312,6 +346,8 @@ def _decision(
         circuit = breakers.of(entry.key, c.member.name).note() if breakers and verdict in _CAN_RUN else None
         if circuit is not None:
             notes.append(circuit)
+        if c.boosts:
+            notes.append(f'priority {", ".join(c.boosts)}')
         if c.overridden:
             notes.append(f'forced by {order} although {c.overridden}')
         kind = backend.kind if c.member.implementation is not None else 'vendor'
@@ -337,6 +373,7 @@ def _decision(
         platform,
         {name: describe_argument(value) for name, value in arguments.items()},
         winner,
+        tuple(collector.rules),
     )
 
 

@@ -74,8 +74,13 @@ def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tup
     for key, entry in sorted(owner.functions().items()):
         policy = entry.policy(state)
         plan = build(entry.signature, entry.members(), policy, platforms(key, entry.platforms), entry._facts(policy))
-        chains = {}
-        for platform, chain in plan.chains.items():
+        chains: dict[str, Any] = {}
+        orders = list(plan.chains.items())
+        for platform, cases in plan.cases.items():
+            for case in cases:
+                when = case.conditional.condition.text if case.conditional.condition else 'always'
+                orders.append((f'{platform} when {when}', case.chain))
+        for name, chain in orders:
             rows = []
             for c in chain:
                 on = c.gate is None or c.gate.is_on
@@ -84,7 +89,7 @@ def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tup
                 rows.append({'backend': c.member.name, 'out': reason})
                 if out is None and c.member.backend.package_name:
                     packages.add(c.member.backend.package_name)
-            chains[platform] = rows
+            chains[name] = rows
         selections[key] = chains
     content = {
         'namespace': owner.namespace,
@@ -165,7 +170,7 @@ def require_manifest(expected: str | Path | Mapping[str, Any], dispatcher: Dispa
     selections: Mapping[str, Mapping[str, Any]] = wanted['selections']
     have = _manifest(
         owner_of(dispatcher),
-        lambda key, seen: tuple(p for p in selections.get(key, ()) if p != ANY) or seen or ('cpu',),
+        lambda key, seen: tuple(p for p in selections.get(key, ()) if p != ANY and ' when ' not in p) or seen or ('cpu',),
     )
     if have.sha256 != wanted['sha256']:
         raise ManifestMismatchError('this process differs from the manifest:\n' + '\n'.join(_differences(wanted, have, '')))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fla.ops.backends import logs
 from fla.ops.backends.backend import format_reason
 from fla.ops.backends.breaker import Breaker
-from fla.ops.backends.codegen import Actions
+from fla.ops.backends.codegen import Actions, unanswerable_text
 from fla.ops.backends.dynamo import while_tracing
 from fla.ops.backends.failure import exhausted, handler
 from fla.ops.backends.plan import Candidate
-from fla.ops.backends.policy import Effective
+from fla.ops.backends.policy import Conditional, Effective
 from fla.ops.backends.signature import location
 
 if TYPE_CHECKING:
@@ -122,6 +122,14 @@ class Notes(Actions):
                 running.add(entry, c.member.name, arguments)
 
         return note
+
+    def unanswerable(self, case: Conditional) -> Callable[[], None]:
+        text = f'{unanswerable_text(case, self.entry.key)} and does not hold. Exclude it first: "x is not None and …"'
+
+        def say() -> None:
+            logs.warn_once(('unanswerable', text), '%s', text)
+
+        return while_tracing(say)
 
     def breaker(self, c: Candidate) -> Breaker:
         return self.entry.dispatcher.breakers.of(self.entry.key, c.member.name)

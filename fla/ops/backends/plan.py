@@ -6,13 +6,13 @@ A plan is data. `codegen` turns it into the code of a call and, from the same da
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fla.ops.backends.backend import DEFAULT_PRIORITY, REFERENCE_PRIORITY, BaseBackend, Reason, Verdict
-from fla.ops.backends.policy import Effective, Verb, arrange, matches
+from fla.ops.backends.policy import Boost, Conditional, Effective, Verb, arrange, matches
 from fla.ops.backends.signature import EMPTY, Callee, Signature
 from fla.utils.devices import Device
 
@@ -106,7 +106,7 @@ class Member:
 class Candidate:
     """A member in its place in the order, on one platform. `out` is why it cannot be reached at all: (verdict, reason,
     source); it is then shown by `explain` and absent from the code of a call. `overridden` is the filter or toggle that a
-    forced choice ignores."""
+    forced choice ignores; `boosts` are what was added to its priority, and by whom."""
 
     member: Member
     out: tuple[str, Reason, str] | None = None
@@ -115,6 +115,7 @@ class Candidate:
     wished: bool = False
     asks_preference: bool = True
     overridden: str = ''
+    boosts: tuple[str, ...] = ()
 
     @property
     def accepts_always(self) -> bool:
@@ -128,17 +129,28 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Case:
+    """The order of the calls that a condition holds for."""
+
+    conditional: Conditional
+    chain: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a function does on each platform seen so far.
 
     Attributes:
         chains: platform → every candidate, in order, those that are out included.
+        cases: platform → what is asked first: where a condition holds, its chain is the call's. It has the same candidates
+            as the platform's chain.
         by_platform: whether calls must be told apart by platform; if not, the one chain stands under `ANY`.
     """
 
     chains: Mapping[str, tuple[Candidate, ...]]
     by_platform: bool
     policy: Effective
+    cases: Mapping[str, tuple[Case, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,13 @@ def build(
     alive = [m for m in members if m.unusable is None and facts.package(m.backend)[0]]
     by_platform = any(m.backend.kind == 'reference' or _depends_on_device(m.backend) for m in alive)
     names = list(platforms) if by_platform else [ANY]
-    return Plan({name: _chain(signature, members, policy, name, facts) for name in names}, by_platform, policy)
+    cases = [case for case in policy.cases if case.condition is None or case.condition.problem(signature) is None]
+    return Plan(
+        {name: _chain(signature, members, policy, name, facts) for name in names},
+        by_platform,
+        policy,
+        {name: tuple(Case(c, _chain(signature, members, policy, name, facts, c)) for c in cases) for name in names if cases},
+    )
 
 
 def _depends_on_device(backend: BaseBackend) -> bool:
@@ -175,10 +193,15 @@ def overrides(backend: BaseBackend, method: str) -> bool:
 
 
 def _chain(
-    signature: Signature, members: Sequence[Member], policy: Effective, platform: str, facts: Facts
+    signature: Signature,
+    members: Sequence[Member],
+    policy: Effective,
+    platform: str,
+    facts: Facts,
+    case: Conditional | None = None,
 ) -> tuple[Candidate, ...]:
     by_backend = {id(m.backend): m for m in members}
-    ordered = [m.backend for m in members]
+    ordered = [m.backend for m in sorted(members, key=lambda m: m.priority + sum(b.amount for b in _boosts(policy, m)))]
     rest: list[BaseBackend] = []
     verb = policy.use or policy.only
     if verb is not None:
@@ -188,6 +211,11 @@ def _chain(
     elif policy.prefer is not None:
         chosen = arrange(ordered, policy.prefer.tokens)
         ordered = chosen + [b for b in ordered if b not in chosen]
+    if case is not None:
+        chosen = arrange(ordered, case.order.tokens)
+        ordered = chosen + [b for b in ordered if b not in chosen]
+        # a rule is a choice, not a wish: nobody is warned where it falls through, and it takes the place of a preference
+        policy = replace(policy, prefer=None)
     if platform == 'meta' and policy.use is None and policy.only is None:
         # nothing can run on meta tensors but what is plain PyTorch: the reference first
         ordered.sort(key=lambda backend: backend.kind != 'reference')
@@ -197,6 +225,10 @@ def _chain(
         reason = f'not listed: only {", ".join(verb.tokens) or "nothing"}'
         chain.append(Candidate(by_backend[id(backend)], out=('excluded', reason, verb.source)))
     return tuple(chain)
+
+
+def _boosts(policy: Effective, member: Member) -> list[Boost]:
+    return [boost for boost in policy.boosts if matches(boost.token, member.backend)]
 
 
 def _candidate(signature: Signature, member: Member, policy: Effective, platform: str, facts: Facts) -> Candidate:
@@ -215,7 +247,8 @@ def _candidate(signature: Signature, member: Member, policy: Effective, platform
                 gate = None
     if out is None:
         tests += (*_declared_tests(signature, backend), *_missing_tests(signature, member))
-    return Candidate(member, out, gate, tests, wished, policy.use is None, overridden)
+    boosts = tuple(f'{b.amount:+g} by {b.source}' for b in _boosts(policy, member))
+    return Candidate(member, out, gate, tests, wished, policy.use is None, overridden, boosts)
 
 
 def _overridden(policy: Effective, backend: BaseBackend, facts: Facts) -> str:

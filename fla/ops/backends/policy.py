@@ -9,12 +9,15 @@ Only a forced choice (`use_backend`, `bind`) overrides a filter.
 
 from __future__ import annotations
 
+import fnmatch
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fla.ops.backends.backend import KINDS, BaseBackend
 from fla.ops.backends.breaker import BreakerSettings, as_settings
+from fla.ops.backends.conditions import Condition
 from fla.ops.backends.failure import ON_ERROR
 from fla.utils.env import nearest
 
@@ -36,6 +39,10 @@ def matches(token: str, backend: BaseBackend) -> bool:
     return token in (backend.backend_type.casefold(), backend.kind)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _tokens(value: Iterable[str] | str | None, argument: str) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -50,6 +57,61 @@ def _tokens(value: Iterable[str] | str | None, argument: str) -> tuple[str, ...]
                 f'{argument} takes backend names, kinds ({", ".join(KINDS)}), vendor:NAME or impl:IMPL_ID; got {word!r}'
             )
     return tuple(dict.fromkeys(normalise(word) for word in words))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An order for some functions, on the calls that a condition holds for. It chooses among the candidates that are
+    allowed, enabled and able; the others stand behind, in the usual order.
+
+    Attributes:
+        ops: globs over 'operation.function' or the operation alone: 'kda.*', 'kda', '*'.
+        use: backends, kinds, `vendor:NAME` or `impl:IMPL_ID` asked first, in this order.
+        when: a condition over the function's parameters (see `fla.ops.backends.conditions`). None: every call.
+        priority: lower is asked earlier; ties keep their order.
+        place: file and line, for people.
+    """
+
+    ops: tuple[str, ...]
+    use: tuple[str, ...]
+    when: str | None = None
+    priority: float = 0
+    place: str = field(default='', compare=False)
+    condition: Condition | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        ops: Any = self.ops
+        words = (ops,) if isinstance(ops, str) else tuple(ops)
+        if not words or not all(isinstance(word, str) and word.strip() for word in words):
+            raise TypeError(f"ops of a rule takes globs over functions, such as 'kda.*', got {self.ops!r}")
+        put(self, 'ops', tuple(word.strip() for word in words))
+        put(self, 'use', _tokens(self.use, 'use of a rule'))
+        if not self.use:
+            raise TypeError('use of a rule names at least one backend')
+        if not _is_number(self.priority):
+            raise TypeError(f'priority of a rule is a number, got {self.priority!r}')
+        if self.when is not None:
+            put(self, 'condition', Condition(self.when))
+
+    @property
+    def spec(self) -> tuple[Any, ...]:
+        """As constants; `Rule(*spec)` is this rule again."""
+        return self.ops, self.use, self.when, self.priority, self.place
+
+    def concerns(self, operation: str, function: str) -> bool:
+        """Whether this rule speaks about `function` of `operation`."""
+        return any(covers(glob, operation, function) for glob in self.ops)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready values."""
+        found = {'ops': list(self.ops), 'use': list(self.use), 'when': self.when, 'priority': self.priority}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def covers(glob: str, operation: str, function: str) -> bool:
+    """Whether a glob over functions matches this one, by its whole name or by its operation."""
+    return any(fnmatch.fnmatchcase(name, glob) for name in (f'{operation}.{function}', operation))
 
 
 @dataclass(frozen=True)
@@ -69,6 +131,10 @@ class Policy:
         check_values: checks may look at tensor values (synchronises).
         on_error: 'raise', or 'fallback' to try the next candidate after a failure that its backend declares retryable.
         breaker: when a backend that keeps failing is left alone: `BreakerSettings`, or a mapping of its fields.
+        rules: orders for the calls that a condition holds for, as `Rule`s.
+        lock: as `order`, and no layer above may give the function another order, except `use_backend` and `bind`.
+        boost: glob over functions → {backend, kind, …: number added to its priority}. Boosts of all layers add up.
+        places: field, or field and key ('order.kda') → file and line, for people.
     """
 
     use: tuple[str, ...] = ()
@@ -82,6 +148,10 @@ class Policy:
     check_values: bool | None = None
     on_error: str | None = None
     breaker: BreakerSettings | None = None
+    rules: tuple[Rule, ...] = ()
+    lock: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    boost: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
+    places: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,8 +160,12 @@ class Policy:
         put(self, 'prefer', _tokens(self.prefer, 'prefer'))
         put(self, 'deny', _tokens(self.deny, 'deny'))
         put(self, 'allow', None if self.allow is None else _tokens(self.allow, 'allow'))
-        pairs = self.order.items() if isinstance(self.order, Mapping) else self.order
-        put(self, 'order', tuple((name.strip(), _tokens(tokens, f'order[{name!r}]')) for name, tokens in pairs))
+        for name in ('order', 'lock'):
+            listed = getattr(self, name)
+            pairs = listed.items() if isinstance(listed, Mapping) else listed
+            put(self, name, tuple((key.strip(), _tokens(tokens, f'{name}[{key!r}]')) for key, tokens in pairs))
+        put(self, 'rules', tuple(rule if isinstance(rule, Rule) else Rule(*rule) for rule in self.rules))
+        put(self, 'boost', _boosts(self.boost))
         for name in ('strict', 'require_first', 'check_values'):
             if getattr(self, name) not in (None, True, False):
                 raise TypeError(f'{name} must be True, False or None, got {getattr(self, name)!r}')
@@ -103,9 +177,7 @@ class Policy:
         put(self, 'breaker', as_settings(self.breaker))
         if self.op is not None and (not isinstance(self.op, str) or not self.op.strip()):
             raise TypeError(f"op must be an operation ('kda') or a function ('kda.chunk_kda'), got {self.op!r}")
-        values = (self.use, self.prefer, self.order, self.allow, self.deny, self.op)
-        flags = (self.strict, self.require_first, self.check_values, self.on_error, self.breaker)
-        put(self, '_hash', hash((values, flags)))
+        put(self, '_hash', hash(tuple(getattr(self, name) for name in _FIELDS if name != 'places')))
 
     def __hash__(self) -> int:
         return self._hash
@@ -113,19 +185,10 @@ class Policy:
     @property
     def spec(self) -> tuple[Any, ...]:
         """The fields as plain constants, which is what compiled code can carry. `Policy(*spec)` is this policy again."""
-        return (
-            self.use,
-            self.prefer,
-            self.order,
-            self.allow,
-            self.deny,
-            self.op,
-            self.strict,
-            self.require_first,
-            self.check_values,
-            self.on_error,
-            None if self.breaker is None else self.breaker.spec,
-        )
+        found: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
+        found['breaker'] = None if self.breaker is None else self.breaker.spec
+        found['rules'] = tuple(rule.spec for rule in self.rules)
+        return tuple(found.values())
 
     def concerns(self, operation: str, function: str) -> bool:
         """Whether this policy speaks about `function` of `operation` at all."""
@@ -133,25 +196,61 @@ class Policy:
 
     def listed(self, operation: str, function: str) -> tuple[str, ...] | None:
         """The exclusive order for a function, the most specific entry first; None where there is none."""
-        pairs = dict(self.order)
-        return pairs.get(f'{operation}.{function}', pairs.get(operation))
+        return _most_specific(self.order, operation, function)[1]
+
+    def locked(self, operation: str, function: str) -> tuple[str, tuple[str, ...] | None]:
+        """The locked order for a function and the name it is written under; None where there is none."""
+        return _most_specific(self.lock, operation, function)
+
+    def place(self, field: str, default: str) -> str:
+        """Where a field, or one of its keys, was written."""
+        return dict(self.places).get(field, default)
 
     def tokens(self) -> tuple[str, ...]:
         """Every token that names a backend, wherever it stands."""
         words = [*self.use, *self.prefer, *(self.allow or ()), *self.deny]
-        return tuple(dict.fromkeys(words + [token for _, tokens in self.order for token in tokens]))
+        words += [token for _, tokens in (*self.order, *self.lock) for token in tokens]
+        words += [token for rule in self.rules for token in rule.use]
+        return tuple(dict.fromkeys(words + [token for _, amounts in self.boost for token, _ in amounts]))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are set, as JSON-ready values."""
-        fields = ('use', 'prefer', 'order', 'allow', 'deny', 'op', 'strict', 'require_first', 'check_values', 'on_error')
-        found = {name: getattr(self, name) for name in fields}
-        found['order'] = {name: list(tokens) for name, tokens in self.order}
+        found: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS if name != 'places'}
+        for name in ('order', 'lock'):
+            found[name] = {key: list(tokens) for key, tokens in found[name]}
+        found['boost'] = {glob: dict(amounts) for glob, amounts in self.boost}
+        found['rules'] = [rule.to_dict() for rule in self.rules]
         found['breaker'] = self.breaker.to_dict() if self.breaker else None
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in found.items()
-            if value not in ((), {}, None) or (name == 'allow' and value is not None)
+            if value not in ((), [], {}, None) or (name == 'allow' and value is not None)
         }
+
+
+_FIELDS = tuple(f.name for f in fields(Policy) if f.init)
+
+
+def _most_specific(
+    pairs: Sequence[tuple[str, tuple[str, ...]]], operation: str, function: str
+) -> tuple[str, tuple[str, ...] | None]:
+    listed = dict(pairs)
+    name = f'{operation}.{function}' if f'{operation}.{function}' in listed else operation
+    return name, listed.get(name)
+
+
+def _boosts(value: Any) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
+    found = []
+    for glob, amounts in value.items() if isinstance(value, Mapping) else value:
+        pairs = tuple(amounts.items() if isinstance(amounts, Mapping) else amounts)
+        for _, amount in pairs:
+            if not _is_number(amount):
+                raise TypeError(f'boost[{glob!r}] gives each backend a number to add to its priority, got {amount!r}')
+        names = _tokens([token for token, _ in pairs], f'boost[{glob!r}]')
+        if len(names) < len(pairs):
+            raise ValueError(f'boost[{glob!r}] names a backend twice: {", ".join(token for token, _ in pairs)}')
+        found.append((glob.strip(), tuple(zip(names, (amount for _, amount in pairs), strict=True))))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -199,12 +298,31 @@ class Verb:
 
 
 @dataclass(frozen=True)
+class Conditional:
+    """An order for the calls that a condition holds for; None: for all that come this far."""
+
+    condition: Condition | None
+    order: Verb
+
+
+@dataclass(frozen=True)
+class Boost:
+    """What is added to the priority of the backends that a token names."""
+
+    token: str
+    amount: float
+    source: str = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Effective:
     """The policy in force for one function: what its plan is built from, and the key under which it is kept."""
 
     use: Verb | None = None
     only: Verb | None = None
     prefer: Verb | None = None
+    cases: tuple[Conditional, ...] = ()
+    boosts: tuple[Boost, ...] = ()
     allow: tuple[Verb, ...] = ()
     deny: tuple[Verb, ...] = ()
     strict: bool = False
@@ -239,23 +357,36 @@ def effective(state: State, operation: str, function: str, serves: Callable[[tup
     flags: dict[str, Any] = {}
     allow: list[Verb] = []
     deny: list[Verb] = []
-    for layer in state.layers:
+    cases: list[Conditional] = []
+    boosts: list[Boost] = []
+    layers = [layer for layer in state.layers if layer.policy.concerns(operation, function)]
+    locked_by = next((layer for layer in layers if layer.policy.locked(operation, function)[1] is not None), None)
+    may_order = locked_by is None
+    for layer in layers:
         policy = layer.policy
-        if not policy.concerns(operation, function):
-            continue
+        may_order = may_order or layer is locked_by
         if not order:
-            order = _order_of(layer, operation, function, serves)
+            if may_order and locked_by is not layer:
+                cases += _cases_of(layer, operation, function)
+            spoken = _order_of(layer, operation, function, serves)
+            if may_order or 'use' in spoken:
+                order = spoken
         if policy.allow is not None:
-            allow.append(Verb(policy.allow, layer.source))
+            allow.append(Verb(policy.allow, policy.place('allow', layer.source)))
         if policy.deny:
-            deny.append(Verb(policy.deny, layer.source))
+            deny.append(Verb(policy.deny, policy.place('deny', layer.source)))
+        boosts += _boosts_of(layer, operation, function)
         for name in ('strict', 'require_first', 'check_values', 'on_error', 'breaker'):
             value = getattr(policy, name)
             if value is not None:
                 flags.setdefault(name, value)
+    if 'use' in order:
+        cases = []
     if flags.get('on_error') != 'fallback':
         flags.pop('breaker', None)  # nothing reads it: one plan for all
     return Effective(
+        cases=tuple(cases),
+        boosts=tuple(boosts),
         allow=tuple(allow),
         deny=tuple(deny),
         tracing=state.tracing,
@@ -266,14 +397,32 @@ def effective(state: State, operation: str, function: str, serves: Callable[[tup
     )
 
 
+def _cases_of(layer: Layer, operation: str, function: str) -> list[Conditional]:
+    rules = [rule for rule in layer.policy.rules if rule.concerns(operation, function)]
+    rules.sort(key=lambda rule: rule.priority)
+    return [Conditional(rule.condition, Verb(rule.use, f'rule at {rule.place or layer.source}')) for rule in rules]
+
+
+def _boosts_of(layer: Layer, operation: str, function: str) -> list[Boost]:
+    return [
+        Boost(token, amount, layer.policy.place(f'boost.{glob}', layer.source))
+        for glob, amounts in layer.policy.boost
+        if covers(glob, operation, function)
+        for token, amount in amounts
+    ]
+
+
 def _order_of(layer: Layer, operation: str, function: str, serves: Callable[[tuple[str, ...]], bool]) -> dict[str, Verb]:
     policy = layer.policy
     if policy.use and (policy.op is not None or serves(policy.use)):
-        return {'use': Verb(policy.use, layer.source)}
-    listed = policy.listed(operation, function)
+        return {'use': Verb(policy.use, policy.place('use', layer.source))}
+    name, locked = policy.locked(operation, function)
+    if locked is not None:
+        return {'only': Verb(locked, f'lock at {policy.place(f"lock.{name}", layer.source)}')}
+    name, listed = _most_specific(policy.order, operation, function)
     if listed is not None:
-        return {'only': Verb(listed, layer.source)}
-    return {'prefer': Verb(policy.prefer, layer.source)} if policy.prefer else {}
+        return {'only': Verb(listed, policy.place(f'order.{name}', layer.source))}
+    return {'prefer': Verb(policy.prefer, policy.place('prefer', layer.source))} if policy.prefer else {}
 
 
 def overruled(

@@ -1,0 +1,293 @@
+"""When a rule of a policy holds: a small expression over a function's own parameters.
+
+    q.dtype == bfloat16 and q.shape[1] >= 4096 and cu_seqlens is None
+
+It knows comparisons (chained, and `in` a list of constants), `and`, `or`, `not`, `is None`, a parameter by its name, and of
+a tensor `.dtype`, `.shape[i]` and `.device.type`. Nothing it knows looks at the numbers of a tensor, calls anything or
+changes anything, so that it may stand in the code of a call. On a call that gives it no answer (an attribute of None, a
+dimension that is not there, a tensor where a number is compared) its code raises, and it does not hold.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fla.ops.backends.errors import DispatchError
+from fla.ops.backends.signature import Signature
+from fla.utils.env import nearest
+
+GRAMMAR = (
+    'comparisons, `and`, `or`, `not`, `is None`, parameters, and of tensors `.dtype`, `.shape[i]` and `.device.type`, '
+    'compared with numbers, strings, True, False and dtypes such as bfloat16'
+)
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+_COMPARISONS = {
+    ast.Eq: '==',
+    ast.NotEq: '!=',
+    ast.Lt: '<',
+    ast.LtE: '<=',
+    ast.Gt: '>',
+    ast.GtE: '>=',
+    ast.In: 'in',
+    ast.NotIn: 'not in',
+}
+# Python's own parser stops at 200 parentheses, and the generated code adds to them.
+_MOST_NESTED = 32
+_ORDERED = ('<', '<=', '>', '>=')
+
+
+class ConditionError(DispatchError, ValueError):
+    """A `when` that is no condition, does not fit the function, or cannot be evaluated on a call."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A checked `when`.
+
+    Attributes:
+        text: as it was written.
+
+    Raises:
+        ConditionError: if it is not in the grammar.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        _parsed(self.text)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters it reads, in the order they are named."""
+        return _parsed(self.text).names
+
+    def problem(self, signature: Signature) -> str | None:
+        """Why it does not fit a function, None if it does."""
+        for name in self.parameters:
+            if name not in signature.names:
+                known = ', '.join(signature.names)
+                return f'there is no parameter {name!r}.{nearest(name, signature.names)} There are {known}'
+        tensors = {*signature.tensors, *signature.tensor_groups} if signature.annotated else set()
+        for name in _parsed(self.text).values:
+            if name in tensors:
+                return f'{name!r} is a tensor, whose numbers are not looked at: name its .dtype, .shape[i] or .device.type'
+        return None
+
+    def source(self, bind: Callable[[str, Any], str], *, traced: bool = False) -> str:
+        """As an expression of generated code. `bind(name, value)` gives a value a name there.
+
+        Args:
+            traced: for Dynamo, in which a dimension that is not there ends the trace instead of raising.
+        """
+        return _Emitter(bind, traced).truth(_parsed(self.text).tree)
+
+
+def flag(value: Any) -> bool:
+    """A parameter that stands alone, which is True or False. Generated code calls it."""
+    if value is True or value is False:
+        return bool(value)
+    raise TypeError('neither True nor False')
+
+
+def size(tensor: Any, index: int) -> Any:
+    """A dimension of a tensor that has it. Generated code calls it."""
+    if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= index < tensor.dim():
+        raise TypeError('no such dimension')
+    return tensor.shape[index]
+
+
+def plain(value: Any) -> Any:
+    """A parameter that is compared: never a tensor, whose numbers that would look at. Generated code calls it."""
+    if isinstance(value, torch.Tensor):
+        raise TypeError('a tensor is not compared')
+    return value
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """names: all parameters. values: those compared, or asked for truth, themselves."""
+
+    tree: ast.expr
+    names: tuple[str, ...]
+    values: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> _Parsed:
+    if not isinstance(text, str) or not text.strip():
+        raise ConditionError(f'a condition is an expression such as "q.shape[1] >= 4096", got {text!r}')
+    if text.count('(') + text.count(' not ') > _MOST_NESTED:
+        raise ConditionError(f'a condition has at most {_MOST_NESTED} parentheses and nots; give the rule a second one')
+    try:
+        tree = _BareDtypes().visit(ast.parse(' '.join(text.split()), mode='eval').body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConditionError(f'{text!r} is no expression: {error}') from None
+    reader = _Reader(text)
+    try:
+        reader.truth(tree)
+    except RecursionError:
+        raise ConditionError('a condition is nested too deep') from None
+    return _Parsed(tree, tuple(dict.fromkeys(reader.names)), tuple(dict.fromkeys(reader.values)))
+
+
+class _BareDtypes(ast.NodeTransformer):
+    """`torch.bfloat16` is `bfloat16`."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id == 'torch' and node.attr in DTYPES:
+            return ast.copy_location(ast.Name(node.attr, ast.Load()), node)
+        return self.generic_visit(node)
+
+
+class _Reader:
+    """Checks a tree against the grammar and collects its parameters."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.names: list[str] = []
+        self.values: list[str] = []
+
+    def refuse(self, node: ast.AST, why: str = '') -> ConditionError:
+        part = ast.unparse(node)
+        return ConditionError(f'{self.text!r}: {why or f"{part!r} is not allowed"}. A condition knows {GRAMMAR}')
+
+    def truth(self, node: ast.expr) -> None:
+        """What stands where true or false is wanted."""
+        if isinstance(node, ast.BoolOp):
+            for value in node.values:
+                self.truth(value)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            self.truth(node.operand)
+        elif isinstance(node, ast.Compare):
+            self.comparison(node)
+        elif isinstance(node, ast.Name) and node.id not in DTYPES:
+            self.names.append(node.id)
+            self.values.append(node.id)
+        else:
+            raise self.refuse(node)
+
+    def comparison(self, node: ast.Compare) -> None:
+        if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
+            right = node.comparators[0]
+            if len(node.ops) > 1 or not (isinstance(right, ast.Constant) and right.value is None):
+                raise self.refuse(node, '`is` is for None alone')
+            if not isinstance(node.left, ast.Name) or node.left.id in DTYPES:
+                raise self.refuse(node, 'only a parameter can be None')
+            self.names.append(node.left.id)
+            return
+        kinds = [self.operand(node.left)]
+        for op, right in zip(node.ops, node.comparators, strict=True):
+            word = _COMPARISONS[type(op)]
+            if word in ('in', 'not in'):
+                kinds.append(self.choices(right))
+            else:
+                kinds.append(self.operand(right))
+            self.fits(node, kinds[-2], word, kinds[-1])
+        if not any(_reads(one) for one in (node.left, *node.comparators)):
+            raise self.refuse(node, f'{ast.unparse(node)!r} reads no parameter')
+
+    def choices(self, node: ast.expr) -> str:
+        if not isinstance(node, (ast.Tuple, ast.List)) or not node.elts:
+            raise self.refuse(node, '`in` wants a list of constants')
+        kinds = {self.operand(one) for one in node.elts if not _reads(one)}
+        if len(kinds) != 1 or any(_reads(one) for one in node.elts):
+            raise self.refuse(node, '`in` wants a list of constants of one kind')
+        return kinds.pop()
+
+    def fits(self, node: ast.AST, left: str, word: str, right: str) -> None:
+        if 'any' not in (left, right) and left != right:
+            raise self.refuse(node, f'{ast.unparse(node)!r} compares a {left} with a {right}')
+        if word in _ORDERED and not {left, right} <= {'number', 'any'}:
+            raise self.refuse(node, f'only numbers are larger or smaller: {ast.unparse(node)!r}')
+
+    def operand(self, node: ast.expr) -> str:
+        """The kind of a side of a comparison: number, string, bool, dtype, or any for a parameter."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and _number(node.operand):
+            return 'number'
+        if isinstance(node, ast.Constant):
+            if _number(node):
+                return 'number'
+            if isinstance(node.value, (bool, str)):
+                return 'bool' if isinstance(node.value, bool) else 'string'
+            raise self.refuse(node, 'None is compared by `is`' if node.value is None else '')
+        if isinstance(node, ast.Name):
+            if node.id in DTYPES:
+                return 'dtype'
+            self.names.append(node.id)
+            self.values.append(node.id)
+            return 'any'
+        name, attribute = _attribute(node)
+        if name is None:
+            raise self.refuse(node)
+        self.names.append(name)
+        return {'dtype': 'dtype', 'device.type': 'string'}.get(attribute, 'number')
+
+
+def _number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
+
+
+def _attribute(node: ast.expr) -> tuple[str | None, str]:
+    """Of `q.dtype`, `q.device.type` and `q.shape[1]`: the parameter and what is read; (None, '') for anything else."""
+    found = ''
+    if isinstance(node, ast.Attribute) and node.attr == 'dtype':
+        node, found = node.value, 'dtype'
+    elif isinstance(node, ast.Attribute) and node.attr == 'type':
+        inner = node.value
+        if isinstance(inner, ast.Attribute) and inner.attr == 'device':
+            node, found = inner.value, 'device.type'
+    elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == 'shape':
+        index = node.slice
+        if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub):
+            index = index.operand
+        if isinstance(index, ast.Constant) and type(index.value) is int:
+            node, found = node.value.value, 'shape'
+    if found and isinstance(node, ast.Name) and node.id not in DTYPES:
+        return node.id, found
+    return None, ''
+
+
+def _reads(node: ast.expr) -> bool:
+    """Whether an operand depends on the call."""
+    return any(isinstance(one, ast.Name) and one.id not in DTYPES for one in ast.walk(node))
+
+
+class _Emitter:
+    """Writes a checked tree with the generator's own names for what is not a parameter."""
+
+    def __init__(self, bind: Callable[[str, Any], str], traced: bool) -> None:
+        self.bind, self.traced = bind, traced
+
+    def truth(self, node: ast.expr) -> str:
+        if isinstance(node, ast.BoolOp):
+            word = ' and ' if isinstance(node.op, ast.And) else ' or '
+            return f'({word.join(map(self.truth, node.values))})'
+        if isinstance(node, ast.UnaryOp):
+            return f'(not {self.truth(node.operand)})'
+        if isinstance(node, ast.Name):
+            return f'{self.bind("flag", flag)}({node.id})'
+        assert isinstance(node, ast.Compare)
+        if isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            return f'({ast.unparse(node)})'
+        parts = [self.operand(node.left)]
+        for op, right in zip(node.ops, node.comparators, strict=True):
+            parts += [_COMPARISONS[type(op)], self.operand(right)]
+        return f'({" ".join(parts)})'
+
+    def operand(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Name) and node.id in DTYPES:
+            return self.bind(node.id, DTYPES[node.id])
+        if isinstance(node, ast.Name):
+            return f'{self.bind("plain", plain)}({node.id})'
+        if isinstance(node, (ast.Tuple, ast.List)):
+            return f'({", ".join(map(self.operand, node.elts))},)'
+        if self.traced and isinstance(node, ast.Subscript):
+            return f'{self.bind("size", size)}({_attribute(node)[0]}, {ast.unparse(node.slice)})'
+        return ast.unparse(node)

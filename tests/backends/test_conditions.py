@@ -1,0 +1,267 @@
+"""Conditions and the orders they choose: through `Policy(rules=…)`, eager, compiled and explained."""
+
+import logging
+
+import pytest
+import torch
+
+from fla.ops.backends import BackendBugError, Policy, explain, policy_context, prefer_backend, set_policy, use_backend
+from fla.ops.backends.conditions import Condition, ConditionError
+from fla.ops.backends.policy import Rule
+from tests.backends.toy import Toy
+
+SHORT, LONG = torch.zeros(2, 8), torch.zeros(2, 64)
+
+
+def toy_with_backends():
+    toy = Toy()
+    toy.add('a', priority=1)
+    toy.add('b', priority=2)
+    return toy
+
+
+def rules(toy, *made):
+    return Policy(rules=tuple(Rule(toy.op, use, when) for when, use in made))
+
+
+HOLD = [
+    'q.dtype == float32',
+    'q.dtype == torch.float32',
+    'q.dtype != bfloat16',
+    'q.shape[1] == 8',
+    'q.shape[-1] >= 8',
+    'q.shape[0] < 8',
+    'q.shape[0] <= q.shape[1]',
+    '2 <= q.shape[0] < 3',
+    'q.shape[1] > 7',
+    'q.shape[1] in (8, 16)',
+    'q.shape[1] not in [1, 2]',
+    "q.device.type == 'cpu'",
+    "q.device.type != 'cuda'",
+    'q.dtype in (bfloat16, float32)',
+    'scale is None',
+    'q is not None',
+    'not flag',
+    'flag == False',
+    'flag or q.shape[1] == 8',
+    'q.shape[1] == 8 and not (scale is not None)',
+    'scale is None or scale > 0.5',
+    '-1 < q.shape[0]',
+]
+
+
+@pytest.mark.parametrize('when', HOLD)
+def test_what_a_condition_knows(when):
+    toy = toy_with_backends()
+    assert toy.ran() == 'a'
+    with policy_context(rules(toy, (when, 'b'))):
+        assert toy.ran() == 'b'
+        decision = explain(toy.f, SHORT, SHORT)
+        assert decision.winner == 'b'
+        assert decision.rules[0].endswith(f'when {when} → b: holds')
+    with policy_context(rules(toy, (f'not ({when})', 'b'))):
+        assert toy.ran() == 'a'
+        assert explain(toy.f, SHORT, SHORT).winner == 'a'
+
+
+@pytest.mark.parametrize(
+    ('when', 'words'),
+    [
+        ('', 'is an expression such as'),
+        ('q.shape[1] >=', 'is no expression'),
+        ('q.shape[1] + 1 > 2', 'not allowed'),
+        ('len(q) > 2', 'not allowed'),
+        ("__import__('os')", 'not allowed'),
+        ('q.sum() > 0', 'not allowed'),
+        ('q.shape > 1', 'not allowed'),
+        ('q.shape[scale] > 1', 'not allowed'),
+        ('q.shape[True] > 1', 'not allowed'),
+        ('q.data_ptr == 1', 'not allowed'),
+        ('q.device == 1', 'not allowed'),
+        ('lambda: 1', 'not allowed'),
+        ('q == None', 'compared by `is`'),
+        ('q is 3', '`is` is for None alone'),
+        ('1 < 2', 'reads no parameter'),
+        ('q.dtype < float32', 'only numbers are larger'),
+        ('q.dtype == 3', 'compares a dtype with a number'),
+        ("q.shape[0] == 'cpu'", 'compares a number with a string'),
+        ('q.shape[1] in (1, float32)', 'of one kind'),
+        ('q.shape[1] in q', 'list of constants'),
+        ('(' * 40 + 'flag' + ')' * 40, 'at most 32'),
+        ('q\0', 'no expression'),
+        (3, 'got 3'),
+    ],
+)
+def test_what_a_condition_refuses(when, words):
+    with pytest.raises(ConditionError, match=words.replace('(', r'\(')):
+        Rule('kda', 'default', when)
+
+
+def test_rules_are_asked_by_priority_then_as_written():
+    toy = toy_with_backends()
+    policy = Policy(rules=(Rule(toy.op, 'a', 'q.shape[1] >= 8', 1), Rule(f'{toy.op}.f', 'b', 'q.shape[1] >= 64', 0)))
+    with policy_context(policy):
+        assert toy.ran(SHORT, SHORT) == 'a'
+        assert toy.ran(LONG, LONG) == 'b'
+    with policy_context(rules(toy, ('flag', 'b'), (None, 'default'))):
+        assert toy.ran(SHORT, SHORT, flag=True) == 'b'
+        assert toy.ran(SHORT, SHORT) == 'default'
+        assert explain(toy.f, SHORT, SHORT).rules[-1].endswith('holds for every call')
+
+
+def test_a_rule_never_goes_around_a_verifier_a_filter_or_a_toggle(monkeypatch):
+    toy = Toy()
+    toy.add('a', priority=1)
+    toy.add('b', priority=2, env_var='FLA_TOY_B', accepts=lambda self, scale: (scale is None, 'no scale'))
+    toy.add('c', priority=3)
+    set_policy(rules(toy, ('flag', ('b', 'c'))))
+    assert toy.ran(SHORT, SHORT, flag=True) == 'b'
+    assert toy.ran(SHORT, SHORT, 2.0, flag=True) == 'c'
+    monkeypatch.setenv('FLA_TOY_B', '0')
+    assert toy.ran(SHORT, SHORT, flag=True) == 'c'
+    set_policy(Policy(rules=(Rule(toy.op, ('b', 'c'), 'flag'),), deny='c'))
+    assert toy.ran(SHORT, SHORT, flag=True) == 'a'
+    monkeypatch.delenv('FLA_TOY_B')
+    assert toy.ran(SHORT, SHORT, flag=True) == 'b'
+
+
+def test_layers_above_decide_first_and_a_rule_that_does_not_hold_leaves_it_to_those_below():
+    toy = toy_with_backends()
+    set_policy(rules(toy, ('flag', 'b')))
+    with prefer_backend('default', op=toy.op):
+        assert toy.ran(SHORT, SHORT, flag=True) == 'default'
+    with use_backend('a', op=toy.op):
+        assert toy.ran(SHORT, SHORT, flag=True) == 'a'
+    set_policy(Policy(prefer='default'))
+    with policy_context(rules(toy, ('flag', 'b'))):
+        assert toy.ran(SHORT, SHORT, flag=True) == 'b'
+        assert toy.ran(SHORT, SHORT) == 'default'
+
+
+def test_a_rule_does_not_widen_an_exclusive_order():
+    toy = toy_with_backends()
+    set_policy(Policy(order={toy.op: ('a', 'default')}, rules=(Rule(toy.op, ('b', 'default'), 'flag'),)))
+    assert toy.ran(SHORT, SHORT) == 'a'
+    assert toy.ran(SHORT, SHORT, flag=True) == 'default'
+    assert explain(toy.f, SHORT, SHORT, flag=True)['b'].verdict == 'excluded'
+
+
+UNANSWERABLE = ['q.shape[7] > 1', 'scale > 1', 'scale', 'scale.dtype == float32', 'q.shape[0] == scale or scale < 2']
+
+
+@pytest.mark.parametrize('when', UNANSWERABLE)
+def test_a_condition_without_an_answer_does_not_hold_and_says_so_once(when, caplog):
+    toy = toy_with_backends()
+    policy = Policy(rules=(Rule(toy.op, 'b', when, place='policy.yaml:7'),))
+    with policy_context(policy), caplog.at_level(logging.WARNING, logger='fla'):
+        assert toy.ran() == toy.ran() == 'a'
+        assert explain(toy.f, SHORT, SHORT).rules[0].startswith(f'rule at policy.yaml:7 when {when} → b: has no answer (')
+    said = [record for record in caplog.records if 'has no answer' in record.getMessage()]
+    assert len(said) == 1
+    assert 'policy.yaml:7' in said[0].getMessage()
+    with policy_context(policy), policy_context(Policy(strict=True)):
+        with pytest.raises(BackendBugError, match=r'policy\.yaml:7'):
+            toy.f(SHORT, SHORT)
+        assert explain(toy.f, SHORT, SHORT).winner is None
+
+
+@pytest.mark.parametrize('when', UNANSWERABLE)
+def test_a_condition_without_an_answer_compiled(when):
+    toy = toy_with_backends()
+    compiled = torch.compile(lambda *args: toy.f(*args), backend='eager', fullgraph=True)
+    with policy_context(rules(toy, (when, 'b'))):
+        assert toy.name_of(compiled(SHORT, SHORT)) == 'a'
+
+
+def test_the_numbers_of_a_tensor_are_not_looked_at(caplog):
+    toy = toy_with_backends()
+    with policy_context(rules(toy, ('scale > 0', 'b'))), caplog.at_level(logging.WARNING, logger='fla'):
+        assert toy.ran(SHORT, SHORT, torch.ones(())) == 'a'
+    assert 'has no answer' in caplog.text
+    assert 'is a tensor' in Condition('q > 0').problem(toy.f.__fla_entry__.signature)
+
+
+@pytest.mark.parametrize('dynamic', [None, True, False])
+@pytest.mark.parametrize('when', ['q.shape[1] >= 32', 'q.shape[-1] > 8 and scale is None', 'not q.shape[1] < 32'])
+def test_compiled_callers_choose_by_size_as_eager_does(when, dynamic):
+    toy = toy_with_backends()
+    compiled = torch.compile(lambda *args: toy.f(*args), backend='eager', fullgraph=True, dynamic=dynamic)
+    with policy_context(rules(toy, (when, 'b'))):
+        for q in (SHORT, LONG, SHORT, torch.zeros(2, 33), torch.zeros(2, 31)):
+            assert toy.name_of(compiled(q, q)) == toy.ran(q, q) == explain(toy.f, q, q).winner
+    assert toy.name_of(compiled(LONG, LONG)) == 'a'
+
+
+def test_a_scope_of_rules_entered_inside_a_compiled_region():
+    toy = toy_with_backends()
+    policy = rules(toy, ('q.shape[1] >= 32', 'b'))
+
+    def model(q):
+        with policy_context(policy):
+            return toy.f(q, q)
+
+    compiled = torch.compile(model, backend='eager', fullgraph=True)
+    assert [toy.name_of(compiled(q)) for q in (SHORT, LONG)] == ['a', 'b']
+
+
+def test_rules_of_parameters_the_function_lacks_are_shown():
+    toy = toy_with_backends()
+    with policy_context(rules(toy, ('sclae is None', 'b'))):
+        assert toy.ran() == 'a'
+        assert "no parameter 'sclae'. Did you mean 'scale'?" in explain(toy.f, SHORT, SHORT).rules[0]
+
+
+def test_boosts_are_added_to_priorities_and_add_up():
+    toy = toy_with_backends()
+    with policy_context(Policy(boost={toy.op: {'b': -2}})):
+        assert toy.ran() == 'b'
+        assert '-2 by' in explain(toy.f, SHORT, SHORT)['b'].notes[0]
+        with policy_context(Policy(boost={f'{toy.op}.*': {'b': 5}})):
+            assert toy.ran() == 'a'
+        with prefer_backend('a', op=toy.op):
+            assert toy.ran() == 'a'
+    with policy_context(Policy(boost={'other.*': {'b': -2}})):
+        assert toy.ran() == 'a'
+
+
+def test_a_lock_gives_way_to_use_backend_alone():
+    toy = toy_with_backends()
+    set_policy(Policy(lock={toy.op: ('b', 'default')}))
+    assert toy.ran() == 'b'
+    assert explain(toy.f, SHORT, SHORT).order.startswith('lock at')
+    with prefer_backend('a'):
+        assert toy.ran() == 'b'
+    with use_backend('a', op=toy.op):
+        assert toy.ran() == 'a'
+    assert toy.name_of(toy.f.bind('a')(SHORT, SHORT)) == 'a'
+
+
+@pytest.mark.parametrize(
+    'fields',
+    [
+        {'boost': {'kda': {'a': 'x'}}},
+        {'boost': {'kda': {'a': float('nan')}}},
+        {'boost': {'kda': {'triton': 1, 'default': 2}}},
+        {'rules': (('kda', ()),)},
+        {'rules': (((), 'a'),)},
+        {'rules': (('kda', 'a', None, True),)},
+    ],
+)
+def test_fields_that_cannot_be_right_are_refused(fields):
+    with pytest.raises((TypeError, ValueError)):
+        Policy(**fields)
+
+
+def test_a_policy_survives_its_spec():
+    policy = Policy(
+        prefer='a',
+        order={'kda': ('a',)},
+        lock={'gdn': ('b',)},
+        boost={'kda.*': {'a': -1}},
+        rules=(Rule('kda', 'a', 'q.shape[1] > 2', 3, 'f:1'),),
+        breaker={'threshold': 2},
+    )
+    assert Policy(*policy.spec) == policy
+    assert hash(Policy(*policy.spec)) == hash(policy)
+    assert policy.to_dict()['boost'] == {'kda.*': {'a': -1}}
+    assert policy.to_dict()['rules'] == [{'ops': ['kda'], 'use': ['a'], 'when': 'q.shape[1] > 2', 'priority': 3}]
