@@ -1308,3 +1308,17 @@ def test_checkpoint_in_compiled_code():
     q = torch.zeros(2, 8, requires_grad=True)
     assert f.agrees(q) == 'a'
     assert f.frames == 1
+
+
+def test_a_backend_may_keep_something_for_itself_in_a_compiled_call():
+    toy = Toy()
+
+    def f(self, q, k, scale=None, flag=False):
+        self.workspace = 5 if flag else 3
+        return q * 0 + 1
+
+    backend = toy.add('a', f=f)
+    compiled = torch.compile(lambda q, flag: toy.f(q, q, flag=flag), backend='eager', fullgraph=True)
+    for flag, kept in ((True, 5), (False, 3), (True, 5)):
+        assert toy.name_of(compiled(Q, flag)) == 'a'
+        assert backend.workspace == kept

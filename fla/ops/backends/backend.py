@@ -7,12 +7,14 @@ framework: `fla.ops.backends.plan` turns it into a test with a reason, and `expl
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import sys
+import threading
 from abc import ABCMeta
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -77,6 +79,34 @@ def _tell(listeners: list[ChangeListener], owner: Any, name: str) -> None:
             listener(owner, name)
 
 
+# Threads that are between a change and what hears of it. A fork leaves the child with the change and without the hearing.
+_under_way: dict[int, Any] = {}
+
+
+@contextlib.contextmanager
+def _changing(owner: Any, name: str) -> Iterator[None]:
+    _tell(_before_change, owner, name)
+    if torch.compiler.is_dynamo_compiling():  # a backend that notes something for itself; no thread can be asked for here
+        yield
+        _tell(_after_change, owner, name)
+        return
+    me = threading.get_ident()
+    outer = _under_way.get(me)
+    _under_way[me] = owner
+    try:
+        yield
+        _tell(_after_change, owner, name)
+    finally:
+        if outer is None:
+            _under_way.pop(me, None)
+
+
+def changes_of_other_threads() -> bool:
+    """Whether another thread is changing a backend; in a forked child: was, and will never say so."""
+    me = threading.get_ident()
+    return any(thread != me for thread in list(_under_way))
+
+
 def _is_already(attributes: Mapping[str, Any], name: str, value: Any) -> bool:
     """Whether setting an attribute changes nothing."""
     known = attributes.get(name, _MISSING)
@@ -90,14 +120,12 @@ class BackendMeta(ABCMeta):
     def __setattr__(cls, name: str, value: Any) -> None:
         if _is_already(vars(cls), name, value):
             return
-        _tell(_before_change, cls, name)
-        super().__setattr__(name, value)
-        _tell(_after_change, cls, name)
+        with _changing(cls, name):
+            super().__setattr__(name, value)
 
     def __delattr__(cls, name: str) -> None:
-        _tell(_before_change, cls, name)
-        super().__delattr__(name)
-        _tell(_after_change, cls, name)
+        with _changing(cls, name):
+            super().__delattr__(name)
 
 
 class BaseBackend(metaclass=BackendMeta):
@@ -152,14 +180,12 @@ class BaseBackend(metaclass=BackendMeta):
     def __setattr__(self, name: str, value: Any) -> None:
         if _is_already(vars(self), name, value):
             return
-        _tell(_before_change, self, name)
-        object.__setattr__(self, name, value)
-        _tell(_after_change, self, name)
+        with _changing(self, name):
+            object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        _tell(_before_change, self, name)
-        object.__delattr__(self, name)
-        _tell(_after_change, self, name)
+        with _changing(self, name):
+            object.__delattr__(self, name)
 
     def __repr__(self) -> str:
         return f'<{type(self).__name__} {self.impl_id}>'

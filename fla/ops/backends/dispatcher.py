@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fla.ops.backends import logs
 from fla.ops.backends.availability import Availability
-from fla.ops.backends.backend import KINDS, BaseBackend, on_change
+from fla.ops.backends.backend import KINDS, BaseBackend, changes_of_other_threads, on_change
 from fla.ops.backends.breaker import Breaker, BreakerListener, Breakers, Health
 from fla.ops.backends.discovery import Discovery, Plugin, in_forked_children
 from fla.ops.backends.environment import Environment
@@ -379,6 +379,10 @@ class Dispatcher:
         self.discovery.after_fork_in_child()
         for running in self.telemetries:
             running.after_fork_in_child()
+        if changes_of_other_threads():  # what has changed, nobody will tell
+            self.availability.forget()
+            self.toggles.forget()
+            self.replan()
         me = threading.get_ident()
         self.holders = {token: thread for token, thread in self.holders.items() if thread == me}
         for token, _, _ in self.scopes:
