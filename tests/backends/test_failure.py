@@ -31,6 +31,7 @@ from fla.ops.backends import (
     trace,
     use_backend,
 )
+from fla.ops.backends.policy import Rule
 from tests.backends.toy import Q, Toy
 
 
@@ -666,6 +667,21 @@ def test_strict_preference_that_fails_raises_what_failed():
     toy = failing_toy()
     with on_error('fallback'), strict_mode(), prefer_backend('a', op=toy.op), pytest.raises(Broken):
         toy.ran()
+
+
+def test_the_order_of_a_rule_is_fallen_through_like_any_other():
+    toy = Toy()
+    numbered(toy, 'a')
+    toy.add('b')
+    numbered(toy, 'c')
+    rules = (Rule(toy.op, ('c', 'a'), 'q.shape[0] >= 4'),)
+    with policy_context(Policy(rules=rules, on_error='fallback')), trace() as t:
+        assert toy.ran(torch.zeros(4, 2), Q) == 'b'
+        assert toy.ran(torch.zeros(2, 2), Q) == 'b'
+        assert [record.backend for record in t] == ['c', 'a', 'b', 'a', 'b']
+        breaker(toy.f, 'c').force_open()
+        decision = explain(toy.f, torch.zeros(4, 2), Q)
+        assert (decision['c'].verdict, decision.winner) == ('open', 'a')
 
 
 def test_a_trace_shows_every_attempt():
