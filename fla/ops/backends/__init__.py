@@ -12,6 +12,7 @@ The first one left runs. If there is none, `NoBackendError` lists every candidat
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from fla.ops.backends import describe as _describe
 from fla.ops.backends.backend import BaseBackend, Reason, Verdict
 from fla.ops.backends.breaker import Breaker, BreakerEvent, BreakerListener, BreakerSettings, Health
 from fla.ops.backends.checkpoint import checkpoint_contexts
+from fla.ops.backends.config.load import PolicyFileError
 from fla.ops.backends.decorator import Dispatched, dispatch
 from fla.ops.backends.discovery import Plugin
 from fla.ops.backends.dispatcher import (
@@ -40,7 +42,7 @@ from fla.ops.backends.errors import (
 from fla.ops.backends.explain import CandidateReport, Decision, explain
 from fla.ops.backends.freeze import Manifest, freeze_dispatch, is_frozen, manifest, require_manifest, thaw_dispatch
 from fla.ops.backends.logs import set_threshold as _set_threshold
-from fla.ops.backends.policy import Policy
+from fla.ops.backends.policy import Policy, Rule
 from fla.ops.backends.registry import BackendRegistry, Handle
 from fla.ops.backends.scopes import (
     allow_backends,
@@ -55,6 +57,7 @@ from fla.ops.backends.telemetry import CallEvent, Telemetry, add_observer, telem
 from fla.ops.backends.tensors import check_tensors
 from fla.ops.backends.trace import Record, Trace, counters, last_backend, trace
 from fla.ops.backends.triton import runs_on_triton
+from fla.ops.backends.versions import PolicyVersion
 
 
 def set_policy(policy: Policy, dispatcher: Dispatcher | None = None) -> Policy | None:
@@ -70,6 +73,21 @@ def get_policy(dispatcher: Dispatcher | None = None) -> Policy | None:
 def reset_policy(dispatcher: Dispatcher | None = None) -> None:
     """Take the policy of the code layer away."""
     owner_of(dispatcher).reset_policy()
+
+
+def read_policy(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> Policy:
+    """What a policy file says, checked; changes nothing. Raises PolicyFileError, which lists every error with its line."""
+    return owner_of(dispatcher).read_policy(path)
+
+
+def load_policy(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> PolicyVersion:
+    """Put a policy file in force, in the place of the former one. A bad one raises PolicyFileError and changes nothing."""
+    return owner_of(dispatcher).load_policy(path)
+
+
+def unload_policy(dispatcher: Dispatcher | None = None) -> None:
+    """Take the policy file's layer away."""
+    owner_of(dispatcher).unload_policy()
 
 
 def refresh(dispatcher: Dispatcher | None = None) -> None:
@@ -163,9 +181,12 @@ __all__ = [
     'NoBackendError',
     'Plugin',
     'Policy',
+    'PolicyFileError',
+    'PolicyVersion',
     'Reason',
     'Record',
     'RegistrationError',
+    'Rule',
     'Telemetry',
     'Trace',
     'UnknownNameError',
@@ -188,11 +209,13 @@ __all__ = [
     'health',
     'is_frozen',
     'last_backend',
+    'load_policy',
     'manifest',
     'on_error',
     'plugins',
     'policy_context',
     'prefer_backend',
+    'read_policy',
     'refresh',
     'require_manifest',
     'reset',
@@ -206,6 +229,7 @@ __all__ = [
     'telemetry',
     'thaw_dispatch',
     'trace',
+    'unload_policy',
     'use_backend',
     'validate',
 ]

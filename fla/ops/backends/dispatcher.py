@@ -9,10 +9,13 @@ the new state, or go cold and plan again on their next call.
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fla.ops.backends import logs
@@ -21,13 +24,14 @@ from fla.ops.backends.backend import KINDS, BaseBackend, changes_of_other_thread
 from fla.ops.backends.breaker import Breaker, BreakerListener, Breakers, Health
 from fla.ops.backends.discovery import Discovery, Plugin, in_forked_children
 from fla.ops.backends.environment import Environment
-from fla.ops.backends.errors import FrozenError, RegistrationError, UnknownNameError, unknown_name
+from fla.ops.backends.errors import DispatchError, FrozenError, RegistrationError, UnknownNameError, unknown_name
 from fla.ops.backends.locking import lock
 from fla.ops.backends.plan import Gate
 from fla.ops.backends.policy import Effective, Layer, Policy, State
 from fla.ops.backends.registry import BackendRegistry, Listener
 from fla.ops.backends.signature import Signature, location
 from fla.ops.backends.toggles import Toggles
+from fla.ops.backends.versions import PolicyVersion
 from fla.utils import devices
 from fla.utils.env import nearest
 
@@ -106,6 +110,9 @@ class Dispatcher:
         # which thread entered a scope, by its token
         self.holders: dict[int, int] = {}
         self._code: Layer | None = None
+        self._file: PolicyVersion | None = None
+        self._file_versions, self._config = 0, ''
+        self._measured: Layer | None = None
         self._env_layers: tuple[Layer, ...] | None = None
         self._env_checked = False
         self._state = State()
@@ -157,12 +164,12 @@ class Dispatcher:
         if name not in self._functions:
             operation, _, function = name.rpartition('.')
             if not operation and self.discovery.exists(name):
-                self._import_operation(name)
+                self.import_operation(name)
                 known = [entry.name for entry in self.functions(name).values()]
                 raise unknown_name('function', '', known, f' of operation {name!r}', f" Write '{name}.FUNCTION'.")
             if not operation or not self.discovery.exists(operation):
                 raise unknown_name('operation', operation or name, self.discovery.operations())
-            self._import_operation(operation)
+            self.import_operation(operation)
             if name not in self._functions:
                 raise unknown_name(
                     'function',
@@ -179,10 +186,11 @@ class Dispatcher:
             UnknownNameError: with the nearest match.
         """
         if self.baseline and name not in self.plain and self.discovery.exists(name.rpartition('.')[0]):
-            self._import_operation(name.rpartition('.')[0])
+            self.import_operation(name.rpartition('.')[0])
         return self.plain[name] if name in self.plain else self.entry(name).wrapper
 
-    def _import_operation(self, operation: str) -> None:
+    def import_operation(self, operation: str) -> None:
+        """Import the package of an operation, where it has one."""
         import importlib
 
         package = self.discovery.module_of(operation).removesuffix('.backends')
@@ -332,9 +340,19 @@ class Dispatcher:
         from fla.ops.backends.trace import follow_environment
 
         layers = self.environment.layers()
+        path = (self.environment.text('DISPATCH_CONFIG') or '').strip()
+        file = self._read_config(path) if path else None
         with lock:
             if self._env_layers is None:  # else another thread was faster
                 self._env_layers, self._env_checked = layers, False
+                if file is not None:
+                    known = self._file
+                    if known is None or (known.sha256, known.source) != (file.sha256, file.source):
+                        self._file_versions += 1
+                        self._file = replace(file, version=self._file_versions)
+                    self._config = path
+                elif not path and self._file is not None and self._file.source == self._config:
+                    self._file = None  # the variable that named it is gone
                 follow_environment(self, self.environment.tracing)
                 self.push()
 
@@ -347,7 +365,12 @@ class Dispatcher:
         layers = [layer for _, layer, _ in reversed(self.scopes)]
         if self._code is not None:
             layers.append(self._code)
-        return State((*layers, *(self._env_layers or ())), bool(self.traces), telemetry=self._telemetry())
+        layers += self._env_layers or ()
+        if self._file is not None:
+            layers.append(Layer(self._file.policy, f'policy file {self._file.source}'))
+        if self._measured is not None:
+            layers.append(self._measured)
+        return State(tuple(layers), bool(self.traces), telemetry=self._telemetry())
 
     def _telemetry(self) -> str:
         if any(running.timing for running in self.telemetries):
@@ -419,6 +442,111 @@ class Dispatcher:
             self.push()
         self.breakers.clear('the policy changed')
 
+    # -- policy file --------------------------------------------------------------------------------------------------
+
+    def read_policy_version(self, path: str | os.PathLike[str]) -> PolicyVersion:
+        """Read a policy file, once, and check it. Changes nothing.
+
+        Raises:
+            PolicyFileError: lists every error with its line.
+            OSError: if the file cannot be read.
+        """
+        from fla.ops.backends.config import load, names
+
+        made = load.parse(path)
+        found = names.problems(self, made.policy, made.source)
+        if found:
+            raise load.PolicyFileError(made.source, found)
+        return made
+
+    def read_policy(self, path: str | os.PathLike[str]) -> Policy:
+        """What a policy file says. Arguments and errors as for `read_policy_version`."""
+        return self.read_policy_version(path).policy
+
+    def load_policy(self, path: str | os.PathLike[str]) -> PolicyVersion:
+        """Put a policy file in force as the file layer, in the place of the former one. Errors change nothing.
+
+        Raises:
+            PolicyFileError: lists every error with its line.
+            OSError: if the file cannot be read.
+            FrozenError: while dispatch is frozen.
+        """
+        self.refuse_if_frozen('load a policy file')
+        return self.set_file_policy(self.read_policy_version(path))
+
+    def set_file_policy(self, made: PolicyVersion) -> PolicyVersion:
+        """Put what was read in force. It gets the next number, unless it has been in force before."""
+        self.refuse_if_frozen('change the file layer')
+        self.state()
+        with lock:
+            if not made.version:
+                self._file_versions += 1
+                made = replace(made, version=self._file_versions)
+            self._file = made
+            self.push()
+        self.breakers.clear('the policy changed')
+        return made
+
+    def unload_policy(self) -> None:
+        """Take the file layer away. `refresh()` reads the file that the environment names again."""
+        self.refuse_if_frozen('unload the policy file')
+        self.state()
+        with lock:
+            self._file = None
+            self.push()
+        self.breakers.clear('the policy changed')
+
+    def try_policy(self, policy: Policy, source: str) -> None:
+        """Plan the functions in use as if `policy` were the file layer. Changes nothing.
+
+        Raises:
+            DispatchError: for a function that no backend would be left for.
+        """
+        from fla.ops.backends.watch import dry_run
+
+        dry_run(self, policy, source)
+
+    def set_measured(self, policy: Policy | None, source: str = '') -> None:
+        """Set or take away the lowest layer, which is what was measured (see `measure`)."""
+        self.refuse_if_frozen('change what was measured')
+        self.state()
+        with lock:
+            self._measured = Layer(policy, source) if policy is not None else None
+            self.push()
+
+    def policy_version(self) -> PolicyVersion | None:
+        """The version of the file layer in force, None if there is none."""
+        self.state()
+        return self._file
+
+    def _read_config(self, path: str) -> PolicyVersion | None:
+        """The file that the environment names. One that cannot be used is an error in the log, and raises if strict; its
+        names are looked up with those of the other variables, when plugins are loaded."""
+        from fla.ops.backends.config import load
+
+        try:
+            return load.parse(path)
+        except (load.PolicyFileError, OSError, ImportError) as error:
+            text = f'{self.environment.name("DISPATCH_CONFIG")}={path!r} is left out: {error}'
+            if self.environment.boolean('STRICT'):
+                raise DispatchError(text) from error
+            logs.once(('policy file', text), logging.ERROR, '%s', text)
+            return None
+
+    def _refuse_if_locked(self, policy: Policy) -> None:
+        """Raise for an order that a lock of the file stands against."""
+        file = self._file
+        for name, _ in file.policy.lock if file is not None else ():
+            named = [key for key, _ in (*policy.order, *policy.lock)]
+            if policy.op and (policy.prefer or policy.rules):
+                named.append(policy.op)
+            if any(f'{key}.'.startswith(f'{name}.') or f'{name}.'.startswith(f'{key}.') for key in named):
+                assert file is not None
+                place = file.policy.place(f'lock.{name}', file.source)
+                raise DispatchError(
+                    f'the order of {name!r} is locked by {place}: only use_backend() and bind() may choose another backend'
+                )
+
     def layers(self) -> tuple[Layer, ...]:
         """The layers in force, highest first, with their sources."""
         return self.state().layers
@@ -427,8 +555,10 @@ class Dispatcher:
 
     def check_policy(self, policy: Policy) -> None:
         """Raise UnknownNameError for operations, functions and backends that nobody knows."""
-        for name in (*([policy.op] if policy.op else []), *(name for name, _ in policy.order)):
+        named = (*policy.order, *policy.lock)
+        for name in (*([policy.op] if policy.op else []), *(name for name, _ in named)):
             self.check_operation(name)
+        self._refuse_if_locked(policy)
         if policy.op:
             self.check_tokens(policy.tokens(), policy.op)
         else:
@@ -472,6 +602,10 @@ class Dispatcher:
         """The operation that an operation's or a function's name belongs to."""
         return name if self.discovery.exists(name) else name.rpartition('.')[0]
 
+    def words(self, name: str | None) -> set[str]:
+        """The tokens known for an operation or function, or for any."""
+        return self._words(self.operation_of(name) if name else None)
+
     def _words(self, operation: str | None) -> set[str]:
         words = {*KINDS, 'triton'}
         for name, registry in self.registries.items():
@@ -511,6 +645,11 @@ class Dispatcher:
             if not layer.policy.order:
                 for token in self.unknown_tokens(layer.policy.tokens(), None):
                     self._environment_problem(layer.source, f'unknown backend {token!r}.', self._words(None), token)
+        if self._file is not None and self._file.source == self._config:
+            from fla.ops.backends.config import names
+
+            for problem in names.problems(self, self._file.policy, self._file.source):
+                self._environment_problem(self.environment.name('DISPATCH_CONFIG'), problem)
         toggles = {name for backend in self.backends() for name in self.toggles.variables(backend)}
         self.environment.warn_unknown(toggles, self.discovery.variables_in_sources)
 
@@ -552,10 +691,13 @@ class Dispatcher:
 
         for running in self.traces:
             running.stop()
+        if 'fla.ops.backends.watch' in sys.modules:
+            sys.modules['fla.ops.backends.watch'].stop_watching(self)
         forget_environment(self)
         with lock:
             self.frozen = None
             self.scopes, self._code, self._env_layers = (), None, None
+            self._file, self._file_versions, self._config, self._measured = None, 0, '', None
             self.holders = {}
             self.traces, self.listeners = (), ()
             self.telemetries, self.observers = (), ()

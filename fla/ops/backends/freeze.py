@@ -45,7 +45,7 @@ def _hash(content: Mapping[str, Any]) -> str:
 
 def _portable(text: str) -> str:
     """Without the places in source files that scopes name: they differ from host to host, and select nothing."""
-    return re.sub(r' at \S+:\d+', '', text)
+    return re.sub(r'policy file \S+', 'policy file', re.sub(r' (at|by) \S+:\d+', '', text))
 
 
 def _version(distribution: str) -> str | None:
@@ -101,6 +101,9 @@ def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tup
         'policy': [{'source': _portable(layer.source), **layer.policy.to_dict()} for layer in state.layers],
         'selections': selections,
     }
+    file = owner.policy_version()
+    if file is not None:
+        content['policy_file'] = {'file': os.path.basename(file.source), 'sha256': file.sha256}
     return Manifest({**content, 'sha256': _hash(content)})
 
 

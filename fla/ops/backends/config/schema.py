@@ -1,0 +1,78 @@
+"""What may stand in a policy file. The texts are those of the fields of `Policy`, which a file becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
+
+from fla.utils.env import nearest
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Word = Annotated[str, Field(min_length=1, pattern=r'\S')]
+Words = Annotated[list[Word], BeforeValidator(_listed)]
+SomeWords = Annotated[list[Word], BeforeValidator(_listed), Field(min_length=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra='forbid', strict=True)
+
+
+class RuleModel(_Strict):
+    """One rule."""
+
+    ops: SomeWords
+    use: SomeWords
+    when: Word | None = None
+    priority: FiniteFloat = 0
+
+
+class BreakerModel(_Strict):
+    """Settings of the circuit breaker."""
+
+    threshold: Annotated[int, Field(ge=1)] = 5
+    cooldown: Annotated[FiniteFloat, Field(ge=0)] = 30
+    probe_timeout: Annotated[FiniteFloat, Field(ge=0)] = 300
+
+
+class PolicyModel(_Strict):
+    """The whole file."""
+
+    prefer: SomeWords | None = None
+    allow: Words | None = None
+    deny: SomeWords | None = None
+    order: dict[Word, Words] | None = None
+    lock: dict[Word, Words] | None = None
+    boost: dict[Word, dict[Word, FiniteFloat]] | None = None
+    rules: list[RuleModel] | None = None
+    on_error: Literal['raise', 'fallback'] | None = None
+    breaker: BreakerModel | None = None
+    strict: bool | None = None
+    require_first: bool | None = None
+    check_values: bool | None = None
+
+
+def _keys(place: tuple[Any, ...]) -> Iterable[str]:
+    if place[:1] == ('rules',):
+        return RuleModel.model_fields
+    return BreakerModel.model_fields if place[:1] == ('breaker',) else PolicyModel.model_fields
+
+
+def message(error: Any) -> str:
+    """One of pydantic's errors in our words: which key, what came, what is allowed."""
+    place, came = error['loc'], error['input']
+    name = '.'.join(map(str, place))
+    if error['type'] == 'extra_forbidden':
+        known = _keys(place[:-1])
+        where = f' in {".".join(map(str, place[:-1]))}' if place[:-1] else ''
+        return f'unknown key {place[-1]!r}{where}.{nearest(str(place[-1]), known)} Known: {", ".join(known)}'
+    if error['type'] == 'missing':
+        return f'{name} is missing'
+    close = nearest(came, ('raise', 'fallback')) if error['type'] == 'literal_error' and isinstance(came, str) else ''
+    text = error['msg'][:1].lower() + error['msg'][1:]
+    return f'{name or "the file"}: {text}, got {came!r:.80}.{close}'

@@ -1,0 +1,271 @@
+"""The policy file through the public door: every key, every error with its line, and what is in force afterwards."""
+
+import json
+import logging
+import textwrap
+
+import pytest
+import torch
+
+from fla.ops.backends import (
+    DispatchError,
+    FrozenError,
+    Policy,
+    PolicyFileError,
+    breaker,
+    default_dispatcher,
+    explain,
+    freeze_dispatch,
+    get_policy,
+    load_policy,
+    manifest,
+    policy_context,
+    prefer_backend,
+    read_policy,
+    refresh,
+    reset,
+    set_policy,
+    thaw_dispatch,
+    unload_policy,
+    use_backend,
+)
+from tests.backends.toy import Toy
+
+SHORT, LONG = torch.zeros(2, 8), torch.zeros(2, 64)
+
+
+@pytest.fixture
+def toy():
+    made = Toy()
+    made.add('a', priority=1)
+    made.add('b', priority=2)
+    made.add('c', priority=3)
+    return made
+
+
+@pytest.fixture
+def write(tmp_path, toy):
+    def write(text, name='policy.yaml'):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text).replace('TOY', toy.op), encoding='utf-8')
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ('text', 'ran'),
+    [
+        ('', 'a'),
+        ('# nothing\n', 'a'),
+        ('prefer: b', 'b'),
+        ('prefer: [c, b]', 'c'),
+        ('allow: [b, default]', 'b'),
+        ('deny: a', 'b'),
+        ('deny: [vendor]', 'default'),
+        ('order: {TOY: [c, a]}', 'c'),
+        ('order: {TOY.f: [b], TOY: [c]}', 'b'),
+        ('lock: {TOY: c}', 'c'),
+        ('boost: {TOY: {b: -5}}', 'b'),
+        ('boost: {"TOY*": {a: 1.5}}', 'b'),
+        ('rules: [{ops: TOY, use: c}]', 'c'),
+        ('rules: [{ops: "TOY.*", when: "q.shape[1] >= 8", use: [b]}]', 'b'),
+        ('rules: [{ops: "*", when: "q.shape[1] > 8", use: [b]}]', 'a'),
+        ('rules: [{ops: TOY, use: b}, {ops: TOY, use: c, priority: -1}]', 'c'),
+        ('prefer: c\nrules: [{ops: TOY, when: flag, use: b}]', 'c'),
+    ],
+)
+def test_keys_that_order_and_filter(write, toy, text, ran):
+    version = load_policy(write(text))
+    assert toy.ran() == ran == explain(toy.f, SHORT, SHORT).winner
+    assert version.version == 1
+    assert len(version.sha256) == 64
+    unload_policy()
+    assert toy.ran() == 'a'
+
+
+@pytest.mark.parametrize('key', ['strict', 'require_first', 'check_values'])
+def test_flags(write, toy, key):
+    load_policy(write(f'{key}: true'))
+    entry = toy.f.__fla_entry__
+    assert getattr(entry.policy(entry.state()), key) is True
+
+
+def test_failures_of_a_backend_are_handled_as_the_file_says(write):
+    toy = Toy()
+    backend = toy.add('z', priority=0, retryable=(RuntimeError,))
+
+    def fails(*args, **kwargs):
+        raise RuntimeError('once more')
+
+    backend.f = fails
+    with pytest.raises(RuntimeError, match='once more'):
+        toy.ran()
+    load_policy(write('on_error: fallback\nbreaker: {threshold: 2, cooldown: 100}'))
+    assert [toy.ran(), toy.ran()] == ['default'] * 2
+    assert breaker(toy.f, 'z').state == 'open'
+
+
+def test_json_is_read(write, toy):
+    text = json.dumps({'rules': [{'ops': [f'{toy.op}.f'], 'when': 'flag', 'use': ['b']}], 'deny': ['a']}, indent=1)
+    load_policy(write(text, 'policy.json'))
+    assert toy.ran() == 'b'
+    assert toy.ran(SHORT, SHORT, flag=True) == 'b'
+
+
+@pytest.mark.parametrize(
+    ('text', 'line', 'words'),
+    [
+        ('perfer: a', 1, "unknown key 'perfer'. Did you mean 'prefer'?"),
+        ('rules:\n- ops: TOY\n  use: a\n  wen: flag', 4, "unknown key 'wen' in rules.0. Did you mean 'when'?"),
+        ('breaker:\n  treshold: 3', 2, "Did you mean 'threshold'?"),
+        ('on_error: fallbak', 1, "Did you mean 'fallback'?"),
+        ('\n\nprefer: qqq', 3, "unknown backend 'qqq'"),
+        ('order:\n  TOY: [bb]', 2, "unknown backend 'bb' of operation"),
+        ('order:\n  TOY.ff: [b]', 2, "unknown function 'ff'"),
+        ('lock:\n  nosuchop: [b]', 2, "unknown operation 'nosuchop'"),
+        ('boost:\n  nosuch*: {a: 1}', 2, 'covers no operation and no function'),
+        ('boost:\n  TOY: {zz: 1}', 2, "unknown backend 'zz'"),
+        ('boost: {TOY: {a: .inf}}', 1, 'boost'),
+        ('boost: {TOY: {a: b}}', 1, 'boost'),
+        ('boost: {TOY: {triton: 1, default: 2}}', 1, 'twice'),
+        ('rules:\n- ops: TOY\n  when: flga\n  use: a', 2, "no parameter 'flga'. Did you mean 'flag'?"),
+        ('rules:\n- ops: TOY\n  when: q > 1\n  use: a', 2, "'q' is a tensor"),
+        ('rules:\n- ops: TOY\n  when: len(q) > 1\n  use: a', 3, 'not allowed'),
+        ('rules:\n- ops: TOY', 2, 'rules.0.use is missing'),
+        ('rules: {ops: TOY}', 1, 'rules'),
+        ('strict: "yes"', 1, 'strict'),
+        ('breaker: {threshold: 0}', 1, 'threshold'),
+        ('prefer: []', 1, 'prefer'),
+        ('prefer: [""]', 1, 'prefer'),
+        ('deny: a\ndeny: b', 2, 'stands here twice'),
+        ('prefer: &x [a]\ndeny: *x', 1, 'aliases'),
+        ('prefer: [a', 1, 'not YAML'),
+        ('- a', 1, 'the file'),
+        ('prefer: !!python/object:os.system a', 1, 'cannot be read'),
+        ('? [a]\n: b', 1, 'a key is a word'),
+        ('---\nprefer: a\n---\nprefer: b', 3, 'not YAML'),
+    ],
+)
+def test_every_error_names_its_line_and_changes_nothing(write, toy, text, line, words):
+    load_policy(write('prefer: b'))
+    path = write(text, 'bad.yaml')
+    for door in (read_policy, load_policy):
+        with pytest.raises(PolicyFileError) as caught:
+            door(path)
+        assert any(one.startswith(f'{path}:{line}: ') and words in one for one in caught.value.errors), caught.value.errors
+    assert toy.ran() == 'b'
+
+
+def test_all_errors_come_at_once(write):
+    with pytest.raises(PolicyFileError) as caught:
+        read_policy(write('perfer: a\nstrict: 3\nrules:\n- ops: TOY\n  use: a\n  when: "1 < 2"\n'))
+    assert len(caught.value.errors) == 3
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_policy(tmp_path / 'none.yaml')
+
+
+def test_explain_names_file_line_and_rule(write, toy):
+    path = write('deny: default\nrules:\n- ops: TOY\n  when: q.shape[1] >= 32\n  use: b\n')
+    load_policy(path)
+    decision = explain(toy.f, LONG, LONG)
+    assert decision.order == f'rule at {path}:3'
+    assert decision.rules == (f'rule at {path}:3 when q.shape[1] >= 32 → b: holds',)
+    assert decision['default'].source == f'{path}:1'
+
+
+def test_the_file_stands_below_code_and_environment(write, toy, monkeypatch):
+    load_policy(write('prefer: c'))
+    monkeypatch.setenv('FLA_PREFER', 'b')
+    refresh()
+    assert toy.ran() == 'b'
+    set_policy(Policy(prefer='a'))
+    assert toy.ran() == 'a'
+    assert get_policy() == Policy(prefer='a')
+
+
+def test_what_is_locked_may_not_be_given_another_order(write, toy):
+    path = write('lock:\n  TOY: [c, default]\n')
+    load_policy(path)
+    for policy in (Policy(prefer='a', op=toy.op), Policy(order={f'{toy.op}.f': 'a'})):
+        with pytest.raises(DispatchError, match=f'locked by {path}:2'):
+            set_policy(policy)
+        with pytest.raises(DispatchError, match='use_backend'), policy_context(policy):
+            pass
+    with prefer_backend('a'):
+        assert toy.ran() == 'c'
+    with use_backend('a', op=toy.op):
+        assert toy.ran() == 'a'
+
+
+def test_the_environment_names_a_file(write, toy, monkeypatch, caplog):
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(write('prefer: b')))
+    refresh()
+    assert toy.ran() == 'b'
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(write('perfer: b', 'bad.yaml')))
+    refresh()
+    with caplog.at_level(logging.ERROR, logger='fla'):
+        assert toy.ran() == 'b'
+    assert "Did you mean 'prefer'?" in caplog.text
+    monkeypatch.setenv('FLA_STRICT', '1')
+    refresh()
+    with pytest.raises(DispatchError, match='is left out'):
+        toy.ran()
+    monkeypatch.delenv('FLA_DISPATCH_CONFIG')
+    monkeypatch.delenv('FLA_STRICT')
+    refresh()
+    assert toy.ran() == 'a'
+
+
+def test_names_in_a_file_of_the_environment_are_looked_up_later(write, toy, monkeypatch, caplog):
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(write('prefer: qqq')))
+    refresh()
+    with caplog.at_level(logging.WARNING, logger='fla'):
+        assert toy.ran() == 'a'
+    assert "unknown backend 'qqq'" in caplog.text
+
+
+def test_frozen_and_manifest(write, toy):
+    path = write('prefer: b\nrules: [{ops: TOY, when: flag, use: c}]')
+    version = load_policy(path)
+    made = freeze_dispatch()
+    assert made['policy_file'] == {'file': 'policy.yaml', 'sha256': version.sha256}
+    assert made['selections'][f'{toy.op}.f']['any when flag'][0]['backend'] == 'c'
+    assert str(path.parent) not in json.dumps(made)
+    with pytest.raises(FrozenError):
+        load_policy(path)
+    with pytest.raises(FrozenError):
+        unload_policy()
+    thaw_dispatch()
+    unload_policy()
+    assert 'policy_file' not in manifest()
+
+
+def test_reset_takes_the_file_away(write, toy):
+    load_policy(write('prefer: b'))
+    assert default_dispatcher().policy_version().version == 1
+    reset()
+    assert default_dispatcher().policy_version() is None
+
+
+def test_compiled_callers_follow_the_file(write, toy):
+    compiled = torch.compile(lambda q: toy.f(q, q), backend='eager', fullgraph=True)
+    load_policy(write('rules: [{ops: TOY, when: "q.shape[1] >= 32", use: b}]'))
+    for q in (SHORT, LONG):
+        assert toy.name_of(compiled(q)) == toy.ran(q, q)
+    assert toy.ran(LONG, LONG) == 'b'
+    load_policy(write('rules: [{ops: TOY, when: "q.shape[1] >= 32", use: c}]'))
+    assert [toy.name_of(compiled(q)) for q in (SHORT, LONG)] == ['a', 'c']
+    unload_policy()
+    assert [toy.name_of(compiled(q)) for q in (SHORT, LONG)] == ['a', 'a']
+
+
+def test_an_operation_that_is_not_imported_yet(write):
+    path = write("""\
+        order: {kda: [default], kda.chunk_kda: [reference, default]}
+        rules: [{ops: kda.*, when: "q.shape[1] > 4", use: default}]
+        """)
+    assert read_policy(path).order[0] == ('kda', ('default',))
