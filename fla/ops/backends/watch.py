@@ -19,19 +19,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fla.ops.backends import logs
+from fla.ops.backends.backend import format_reason
 from fla.ops.backends.discovery import in_forked_children
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.errors import DispatchError, FrozenError, error_text
 from fla.ops.backends.locking import lock
+from fla.ops.backends.policy import Layer, Policy
 
 if TYPE_CHECKING:
-    from fla.ops.backends.policy import Policy
+    from fla.ops.backends.plan import Candidate
     from fla.ops.backends.versions import PolicyVersion
 
 # How often the directories themselves are looked at: a removed and remade one has to be watched anew.
@@ -46,15 +48,39 @@ Validator = Callable[['Policy'], object]
 Callback = Callable[['PolicyEvent'], object]
 
 
+def dry_run(dispatcher: Dispatcher, policy: Policy, source: str) -> None:
+    """See `Dispatcher.try_policy`."""
+    now, file = dispatcher.state(), dispatcher.policy_version()
+    layers = [layer for layer in now.layers if file is None or layer.policy is not file.policy]
+    below = len(layers) - (dispatcher._measured is not None and dispatcher._measured in layers)
+    layers.insert(below, Layer(policy, f'policy file {source}'))
+    state = replace(now, layers=tuple(layers))
+    for entry in dispatcher.entries():
+        if not entry._plans:
+            continue  # never called under what is in force
+        own = (entry.own,) if entry.own is not None else ()
+        before, after = entry._make(now.above(*own)).plan, entry._make(state.above(*own)).plan
+        for platform, chain in after.chains.items():
+            if _may_run(before.chains.get(platform, ())) and not _may_run(chain):
+                reasons = '; '.join(f'{c.member.name}: {format_reason(c.out[1])}' for c in chain if c.out)
+                raise DispatchError(f'{source} leaves no backend for {entry.key} on {platform}: {reasons}')
+
+
+def _may_run(chain: Iterable[Candidate]) -> bool:
+    return any(c.out is None for c in chain)
+
+
 class FileLayer(Protocol):
     """What a watcher needs of a namespace."""
 
-    namespace: str
-    frozen: Any
+    @property
+    def namespace(self) -> str: ...
+    @property
+    def frozen(self) -> Any: ...
 
     def refuse_if_frozen(self, what: str) -> None: ...
     def read_policy_version(self, path: str) -> PolicyVersion: ...
-    def try_policy(self, policy: Policy, path: str) -> None: ...
+    def try_policy(self, policy: Policy, source: str) -> None: ...
     def set_file_policy(self, made: PolicyVersion) -> PolicyVersion: ...
     def policy_version(self) -> PolicyVersion | None: ...
 
@@ -119,7 +145,7 @@ def watch_policy(
     """
     owner = owner_of(dispatcher)
     owner.refuse_if_frozen('watch a policy file')
-    return PolicyWatcher(path, debounce, poll, validators, on_reload, on_error, history, cast('FileLayer', owner))
+    return PolicyWatcher(path, debounce, poll, validators, on_reload, on_error, history, owner)
 
 
 class PolicyWatcher:
@@ -406,7 +432,7 @@ class PolicyWatcher:
             return
         now = time.monotonic()
         # it may have been written before its directories were watched
-        due, latest, look_again = now + self._debounce, now + self._debounce, now + _LOOK_AGAIN_SECONDS
+        due, latest, look_again = now + self._debounce, _NEVER, now + _LOOK_AGAIN_SECONDS
         for changes in _import_watchfiles().watch(
             *directories,
             watch_filter=None,
@@ -422,15 +448,15 @@ class PolicyWatcher:
             now = time.monotonic()
             ours = any(name in names for _, name in changes)
             if ours:
-                latest = now + _MOST_DEBOUNCES * self._debounce if due == _NEVER else latest
-                due = min(now + self._debounce, max(latest, now))
+                latest = now + _MOST_DEBOUNCES * self._debounce if latest == _NEVER else latest
+                due = min(now + self._debounce, latest)
             if now >= due:
-                due = _NEVER
+                due = latest = _NEVER
                 yield
             if ours or now >= look_again:
                 look_again = now + _LOOK_AGAIN_SECONDS
-                if self._in_error or self._waits_for_thaw:
-                    yield
+                if due == _NEVER and (self._in_error or self._waits_for_thaw):
+                    due = now + self._debounce  # readable again, or thawed: nothing reports that
                 found = _names_on_the_way(self.path)
                 if found != names or _directories_of(found, self.path) != directories:
                     return

@@ -1,0 +1,254 @@
+"""Which backend is the quickest on this card: an explicit step at start-up. A call never times anything and never talks to
+another process; it compares sizes with what was written down here."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fla.ops.backends import logs
+from fla.ops.backends.describe import entry_of
+from fla.ops.backends.dispatcher import Dispatcher, owner_of
+from fla.ops.backends.explain import describe_argument, explain_entry
+from fla.ops.backends.freeze import _version
+from fla.ops.backends.measurements import Measured, MeasurementError, Measurements, Timing, choose, read
+from fla.ops.backends.policy import Policy, Rule
+
+_CAN_RUN = ('chosen', 'eligible', 'demoted')
+
+
+def measure(
+    calls: Iterable[functools.partial[Any]],
+    *,
+    group: Any = None,
+    path: str | os.PathLike[str] | None = None,
+    warmup: int = 3,
+    repeats: int = 20,
+    progress: bool = True,
+    dispatcher: Dispatcher | None = None,
+) -> Measurements:
+    """Time the backends that could serve these calls, and let the quickest be asked first from now on.
+
+    Args:
+        calls: `functools.partial(chunk_kda, q, k, v, g, beta)`, one for each size that matters. With arguments that require
+            a gradient the backward pass is timed as well. Parameters that an operation changes are copied for each run.
+        group: process group all of whose ranks call this: its first rank measures, the others get the result.
+        path: where to write it (the first rank does).
+        warmup, repeats: runs before, and runs of which the median counts.
+        progress: show a bar.
+        dispatcher: the namespace; default: fla's own.
+
+    Returns:
+        What was measured; it is in force, below every other layer of policy.
+
+    Raises:
+        FrozenError: while dispatch is frozen.
+        MeasurementError: if a call can be served by nobody. On every rank.
+    """
+    owner = owner_of(dispatcher)
+    owner.refuse_if_frozen('measure')
+    if group is None:
+        made = _measure(list(calls), warmup, repeats, progress, owner)
+    else:
+        made = _on_first_rank(group, lambda: _measure(list(calls), warmup, repeats, progress, owner))
+    if path is not None and (group is None or torch.distributed.get_rank(group) == 0):
+        made.save(path)
+    _put_in_force(owner, made, str(path) if path is not None else made.source)
+    return made
+
+
+def load_measurements(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> Measurements:
+    """Put in force what `measure(path=…)` wrote, below every other layer of policy.
+
+    Raises:
+        MeasurementError: for a file that is none, and for another card; other versions are a warning.
+        UnknownNameError: for a function or backend that nobody knows, with the nearest match.
+        FrozenError: while dispatch is frozen.
+        OSError: if it cannot be read.
+    """
+    owner = owner_of(dispatcher)
+    owner.refuse_if_frozen('load measurements')
+    found = read(path)
+    platform = found.device.partition(':')[0]
+    here = _device_name(platform)
+    if here != found.device:
+        raise MeasurementError(f'{path} was measured on {found.device!r}, this is {here!r}: measure() again on this card')
+    others = found.other_versions(_versions(list(found.versions)))
+    if others:
+        logs.logger.warning('%s was measured with other versions: %s; measure() again', path, ', '.join(others))
+    _put_in_force(owner, found, str(path))
+    return found
+
+
+def _put_in_force(owner: Dispatcher, made: Measurements, source: str) -> None:
+    rules = []
+    for key, measured in made.functions.items():
+        entry = owner.entry(key)
+        for choice in measured.choices:
+            owner.check_tokens(choice.use, key)
+            rule = Rule((key,), choice.use, choice.when, place=f'{source} ({_summary(measured)})')
+            problem = rule.condition.problem(entry.signature) if rule.condition else None
+            if problem:
+                raise MeasurementError(f'{source}: {key} when {choice.when!r}: {problem}')
+            rules.append(rule)
+    owner.set_measured(Policy(rules=tuple(rules)), source)
+
+
+def _summary(measured: Measured) -> str:
+    """The timings in a few words, for `explain`."""
+    lines = []
+    for timing in measured.timings[:4]:
+        first = next(iter(timing.call.values()), '')
+        times = ', '.join(f'{name} {_words(timing.milliseconds[name])}' for name in timing.milliseconds)
+        lines.append(f'{first}: {times}')
+    return '; '.join(lines) + ('; …' if len(measured.timings) > 4 else '') if lines else 'edited'
+
+
+def _words(milliseconds: float | None) -> str:
+    return 'failed' if milliseconds is None else f'{milliseconds:.3g} ms'
+
+
+def _on_first_rank(group: Any, measured: Callable[[], Measurements]) -> Measurements:
+    """The first rank's result on all ranks, and its exception, too: the others must not wait for what never comes."""
+    import torch.distributed as dist
+
+    box: list[Any] = [None]
+    failure: BaseException | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            box = [measured()]
+        except BaseException as error:
+            failure, box = error, [f'{type(error).__name__}: {error}']
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    if failure is not None:
+        raise failure
+    if isinstance(box[0], str):
+        raise MeasurementError(f'rank 0 could not measure: {box[0]}')
+    found: Measurements = box[0]
+    return found
+
+
+def _measure(
+    calls: Sequence[functools.partial[Any]], warmup: int, repeats: int, progress: bool, owner: Dispatcher
+) -> Measurements:
+    for call in calls:
+        if not isinstance(call, functools.partial):
+            raise TypeError(f'calls are functools.partial(function, *args, **kwargs), got {call!r}')
+    timings: dict[str, list[Timing]] = {}
+    points: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {}
+    platforms: set[str] = set()
+    packages: set[str] = set()
+    for call in _shown(calls) if progress else calls:
+        entry = entry_of(call.func)
+        decision = explain_entry(entry, call.args, call.keywords, None)
+        names = [c.name for c in decision.candidates if c.verdict in _CAN_RUN]
+        serious = [name for name in names if name != 'reference'] or names
+        if not serious:
+            raise MeasurementError(f'{entry.key}: nobody serves this call, so that there is nothing to measure\n{decision}')
+        by_name = {member.name: member.backend for member in entry.members()}
+        packages |= {p for name in serious if (p := by_name[name].package_name)}
+        bound = entry.signature.signature.bind(*call.args, **call.keywords)
+        bound.apply_defaults()
+        device = next((x.device for x in bound.arguments.values() if isinstance(x, torch.Tensor)), torch.device('cpu'))
+        platforms.add(_device_name(device.type))
+        times = {name: _time(entry, name, bound, device, warmup, repeats) for name in serious}
+        shown = {n: describe_argument(v) for n, v in bound.arguments.items() if isinstance(v, torch.Tensor)}
+        timing = Timing(shown, dict(sorted(times.items(), key=lambda item: (item[1] is None, item[1]))))
+        if timing.order:
+            timings.setdefault(entry.key, []).append(timing)
+            points.setdefault(entry.key, []).append((_features(entry.signature, bound.arguments), timing.order))
+    if len(platforms) > 1:
+        raise MeasurementError(f'one file is for one card, the calls are on {", ".join(sorted(platforms))}')
+    functions = {key: Measured(choose(found), tuple(timings[key])) for key, found in points.items()}
+    versions = _versions(['torch', 'triton', 'fla-dispatch', *sorted(packages)])
+    return Measurements(next(iter(platforms), _device_name('cpu')), versions, functions)
+
+
+def _features(signature: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a condition can tell calls apart by: sizes first, the first tensor's dtype, and which optional tensors came."""
+    found: dict[str, Any] = {}
+    for name in signature.tensors:
+        value = arguments.get(name)
+        if isinstance(value, torch.Tensor):
+            found |= {f'{name}.shape[{i}]': int(size) for i, size in enumerate(value.shape)}
+    first = arguments.get(signature.tensors[0]) if signature.tensors else None
+    if isinstance(first, torch.Tensor):
+        found[f'{signature.tensors[0]}.dtype'] = str(first.dtype).removeprefix('torch.')
+    for name in signature.tensors:
+        if signature.is_optional_tensor(name):
+            found[f'{name} is None'] = arguments.get(name) is None
+    return found
+
+
+def _time(entry: Any, name: str, bound: Any, device: torch.device, warmup: int, repeats: int) -> float | None:
+    """Milliseconds, the median; None where it raises."""
+    function = entry.wrapper.bind(backend=name)
+    wanted = [x for x in bound.arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    times = []
+    try:
+        for number in range(warmup + repeats):
+            for changed in entry.mutates:
+                if isinstance(value := bound.arguments.get(changed), torch.Tensor):
+                    bound.arguments[changed] = value.detach().clone()
+            stop = _clock(device)
+            made = function(*bound.args, **bound.kwargs)
+            outputs = [x for x in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(x, torch.Tensor)]
+            outputs = [x for x in outputs if x.requires_grad]
+            if outputs and wanted and torch.is_grad_enabled():
+                torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs], allow_unused=True)
+            elapsed = stop()
+            if number >= warmup:
+                times.append(elapsed)
+    except Exception as error:
+        logs.logger.warning('measure: %s of %s raised %s: %s', name, entry.key, type(error).__name__, error)
+        return None
+    return float(sorted(times)[len(times) // 2])
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Starts now; the function that it returns says how many milliseconds have passed on the device."""
+    if device.type == 'cuda':
+        stream = torch.cuda.current_stream(device)
+        make: Callable[..., Any] = torch.cuda.Event
+        begin, end = make(enable_timing=True), make(enable_timing=True)
+        begin.record(stream)
+
+        def stop() -> float:
+            end.record(stream)
+            end.synchronize()
+            return float(begin.elapsed_time(end))
+
+        return stop
+    start = time.perf_counter()
+    return lambda: (time.perf_counter() - start) * 1e3
+
+
+def _device_name(platform: str) -> str:
+    if platform == 'cuda' and torch.cuda.is_available():
+        return f'cuda: {torch.cuda.get_device_name()}'
+    import platform as host
+
+    return f'{platform}: {host.machine()}'
+
+
+def _versions(names: Iterable[str]) -> dict[str, str | None]:
+    return {name: torch.__version__ if name == 'torch' else _version(name) for name in names}
+
+
+def _shown(calls: Sequence[Any]) -> Iterator[Any]:
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        for number, call in enumerate(calls, 1):
+            print(f'\rmeasuring {number}/{len(calls)}', end='', file=sys.stderr, flush=True)
+            yield call
+        print(file=sys.stderr)
+    else:
+        yield from track(calls, 'measuring', console=Console(stderr=True))

@@ -1,0 +1,276 @@
+"""Measured choice: what follows from timings, the file, what is in force, and more than one process."""
+
+import functools
+import json
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from fla.ops.backends import Policy, UnknownNameError, explain, freeze_dispatch, prefer_backend, set_policy, use_backend
+from fla.ops.backends.errors import FrozenError
+from fla.ops.backends.measure import load_measurements, measure
+from fla.ops.backends.measurements import Choice, MeasurementError, choose, read
+from tests.backends.toy import Toy
+
+
+def points(rows):
+    return [({'q.shape[0]': 1, 'q.shape[1]': t, 'q.dtype': d, 'k is None': k}, order) for t, d, k, order in rows]
+
+
+def test_nothing_is_compared_where_one_backend_always_wins():
+    found = choose(points([(64, 'float32', True, ('a', 'b')), (4096, 'bfloat16', False, ('a',))]))
+    assert found == (Choice(None, ('a',)),)
+
+
+def test_borders_between_sizes_are_geometric_means():
+    found = choose(points([(t, 'float32', True, ('a', 'b') if t < 1000 else ('b', 'a')) for t in (64, 512, 2048, 8192)]))
+    assert set(found) == {Choice('q.shape[1] < 1024', ('a',)), Choice('q.shape[1] >= 1024', ('b',))}
+
+
+def test_a_window_in_the_middle():
+    found = choose(points([(t, 'float32', True, ('b',) if t == 100 else ('a',)) for t in (1, 100, 10000)]))
+    assert Choice('q.shape[1] >= 10 and q.shape[1] < 1000', ('b',)) in found
+    assert len(found) == 3
+
+
+def test_dtype_and_presence_are_compared_only_where_they_tell():
+    rows = [
+        (t, d, k, ('a',) if t < 1000 and d == 'float32' else ('b',))
+        for t in (64, 4096)
+        for d in ('float32', 'bfloat16')
+        for k in (True, False)
+    ]
+    found = choose(points(rows))
+    assert Choice('q.shape[1] < 512 and q.dtype == float32', ('a',)) in found
+    assert not any('None' in (choice.when or '') for choice in found)
+    rows = [(64, 'float32', k, ('a',) if k else ('b',)) for k in (True, False)]
+    assert set(choose(points(rows))) == {Choice('k is None', ('a',)), Choice('k is not None', ('b',))}
+
+
+@pytest.fixture
+def toy():
+    """Two backends: 'short' is slow for long inputs, 'long' for short ones."""
+    made = Toy()
+
+    def slow_when(condition, number):
+        def f(self, q, k, scale=None, flag=False):
+            if condition(q):
+                time.sleep(0.004)
+            return q * 0 + number
+
+        return f
+
+    made.add('short', f=slow_when(lambda q: q.shape[0] > 100, 1))
+    made.add('long', f=slow_when(lambda q: q.shape[0] < 100, 2))
+    return made
+
+
+SHORT, LONG = torch.zeros(16, 2), torch.zeros(1024, 2)
+
+
+def both(toy):
+    return [functools.partial(toy.f, x, x) for x in (SHORT, LONG)]
+
+
+def quick(toy, **options):
+    return measure(both(toy), warmup=1, repeats=3, progress=False, **options)
+
+
+@pytest.fixture
+def two(toy):
+    """Only the two are measured: the default says no."""
+    set_policy(Policy(deny=('default',)))
+    return toy
+
+
+def test_calls_follow_what_was_measured(two):
+    assert two.ran(LONG, LONG) == 'short'  # by registration
+    made = quick(two)
+    assert two.ran(SHORT, SHORT) == 'short'
+    assert two.ran(LONG, LONG) == 'long'
+    (measured,) = made.functions.values()
+    assert [timing.order[0] for timing in measured.timings] == ['short', 'long']
+    text = str(explain(two.f, LONG, LONG))
+    assert 'ms' in text
+    assert 'q.shape[0] >= 128' in text
+
+
+def test_compiled_callers_follow_too(two):
+    quick(two)
+    compiled = torch.compile(lambda x: two.f(x, x), backend='eager', fullgraph=True, dynamic=False)
+    assert two.name_of(compiled(SHORT)) == 'short'
+    assert two.name_of(compiled(LONG)) == 'long'
+
+
+def test_explicit_choices_win(two):
+    quick(two)
+    with prefer_backend('short'):
+        assert two.ran(LONG, LONG) == 'short'
+    with use_backend('short', op=two.op):
+        assert two.ran(LONG, LONG) == 'short'
+    set_policy(Policy(prefer=('short',)))
+    assert two.ran(LONG, LONG) == 'short'
+
+
+def test_the_file_is_read_edited_and_loaded(two, tmp_path):
+    path = tmp_path / 'measured.json'
+    made = quick(two, path=path)
+    assert read(path) == made
+    from fla.ops.backends import default_dispatcher
+
+    default_dispatcher().set_measured(None)
+    assert two.ran(LONG, LONG) == 'short'
+    load_measurements(path)
+    assert two.ran(LONG, LONG) == 'long'
+    content = json.loads(path.read_text())
+    content['functions'][f'{two.op}.f']['rules'] = [{'when': None, 'use': ['long']}]
+    path.write_text(json.dumps(content))
+    load_measurements(path)
+    assert two.ran(SHORT, SHORT) == 'long'
+
+
+@pytest.mark.parametrize(
+    ('change', 'error', 'words'),
+    [
+        (lambda c, f: c.update(device='cpu: abacus'), MeasurementError, 'measured on .cpu: abacus.'),
+        (lambda c, f: c.update(device='cuda: none'), MeasurementError, 'measure\\(\\) again on this card'),
+        (lambda c, f: f.update(rules=[{'when': None, 'use': ['lnog']}]), UnknownNameError, "Did you mean 'long'"),
+        (lambda c, f: f.update(rules=[{'when': 'z.shape[0] > 1', 'use': ['long']}]), MeasurementError, "no parameter 'z'"),
+        (lambda c, f: f.update(rules=[{'when': 'q.shape[', 'use': ['long']}]), ValueError, 'shape'),
+        (lambda c, f: f.update(rules=[{'wen': None, 'use': ['long']}]), MeasurementError, 'unknown key .wen.'),
+        (lambda c, f: f.update(rules=[{'when': 3, 'use': []}]), MeasurementError, 'when is a condition or null, got 3'),
+        (lambda c, f: c.update(format='x'), MeasurementError, 'format is .x.'),
+        (lambda c, f: c.pop('versions'), MeasurementError, "lacks 'versions'"),
+        (lambda c, f: c['functions'].update({'nowhere.f': f}), UnknownNameError, 'nowhere'),
+    ],
+)
+def test_a_file_that_does_not_fit_changes_nothing(two, tmp_path, change, error, words):
+    path = tmp_path / 'measured.json'
+    quick(two, path=path)
+    content = json.loads(path.read_text())
+    change(content, content['functions'][f'{two.op}.f'])
+    path.write_text(json.dumps(content))
+    with pytest.raises(error, match=words):
+        load_measurements(path)
+    assert two.ran(SHORT, SHORT) == 'short'
+    assert two.ran(LONG, LONG) == 'long'
+
+
+def test_other_versions_are_a_warning(two, tmp_path, caplog):
+    path = tmp_path / 'measured.json'
+    quick(two, path=path)
+    path.write_text(path.read_text().replace(torch.__version__, '1.0'))
+    load_measurements(path)
+    assert 'torch was 1.0, is ' in caplog.text
+    assert two.ran(LONG, LONG) == 'long'
+
+
+def test_a_backend_that_raises_is_not_chosen(two):
+    def broken(self, q, k, scale=None, flag=False):
+        raise RuntimeError('no')
+
+    two.add('broken', f=broken)
+    (measured,) = quick(two).functions.values()
+    assert all(timing.milliseconds['broken'] is None for timing in measured.timings)
+    assert two.ran(LONG, LONG) == 'long'
+
+
+def test_with_gradients_the_backward_pass_is_timed(two):
+    ran = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q):
+            return q * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            ran.append(grad)
+            return grad
+
+    two.add('noted', f=lambda self, q, k, scale=None, flag=False: Noted.apply(q))
+    q = torch.zeros(4, 2, requires_grad=True)
+    measure([functools.partial(two.f, q, q)], warmup=1, repeats=2, progress=False)
+    assert len(ran) == 3
+    assert q.grad is None
+
+
+def test_refused_while_frozen(two, tmp_path):
+    path = tmp_path / 'measured.json'
+    quick(two, path=path)
+    freeze_dispatch()
+    with pytest.raises(FrozenError):
+        quick(two)
+    with pytest.raises(FrozenError):
+        load_measurements(path)
+
+
+def test_what_cannot_be_measured(toy):
+    with pytest.raises(TypeError, match='partial'):
+        measure([lambda: 0], progress=False)
+    set_policy(Policy(allow=()))
+    with pytest.raises(MeasurementError, match='nobody serves this call'):
+        quick(toy)
+
+
+@pytest.mark.parametrize('rich', [True, False])
+def test_progress_is_shown(two, capsys, monkeypatch, rich):
+    if not rich:
+        monkeypatch.setitem(sys.modules, 'rich.progress', None)
+    measure(both(two), warmup=0, repeats=1)
+    assert 'measuring' in capsys.readouterr().err
+
+
+SCRIPT = """
+    import functools, sys, time
+    import torch, torch.distributed as dist
+    from fla.ops.backends import Policy, set_policy
+    from fla.ops.backends.measure import measure
+    from fla.ops.backends.measurements import MeasurementError
+    from tests.backends.toy import Toy
+
+    rank, rendezvous, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group('gloo', init_method=f'file://{rendezvous}', rank=rank, world_size=2)
+    toy = Toy()
+
+    def slow_on(where, number):
+        def f(self, q, k, scale=None, flag=False):
+            time.sleep(0.005 * (rank == where))
+            return q * 0 + number
+        return f
+
+    toy.add('a', f=slow_on(0, 1))
+    toy.add('b', f=slow_on(1, 2))  # on rank 1, a would win
+    set_policy(Policy(deny=('default',)))
+    call = functools.partial(toy.f, torch.zeros(2), torch.zeros(2))
+    made = measure([call], group=dist.group.WORLD, path=f'{path}{rank}', warmup=1, repeats=3, progress=False)
+    assert toy.ran() == 'b', made
+    try:
+        measure([call] if rank else [None], group=dist.group.WORLD, progress=False)
+    except TypeError:
+        assert rank == 0
+    except MeasurementError as error:
+        assert rank == 1 and 'rank 0 could not measure' in str(error)
+    else:
+        raise AssertionError
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason='no torch.distributed')
+def test_the_first_rank_decides_for_all(tmp_path):
+    command = [sys.executable, '-c', textwrap.dedent(SCRIPT)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / 'meet'), str(tmp_path / 'out')], stderr=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    results = [(process.communicate(timeout=120)[1], process.returncode) for process in ranks]
+    assert [code for _, code in results] == [0, 0], results
+    assert sorted(p.name for p in tmp_path.glob('out*')) == ['out0']
