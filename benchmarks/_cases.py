@@ -16,7 +16,7 @@ import torch
 from _timing import Burst
 from torch import Tensor
 
-from fla.ops.backends import BackendRegistry, BaseBackend, Dispatcher, Policy, dispatch, set_policy, telemetry
+from fla.ops.backends import BackendRegistry, BaseBackend, Dispatcher, Policy, Rule, dispatch, set_policy, telemetry
 
 OUT = [torch.tensor(i) for i in range(4)]
 """What the implementations return: 0 the default's sentinel, 1 to 3 those of the first, second and third backend."""
@@ -363,6 +363,10 @@ def observed_cases(base: str) -> list[Case]:
         owner = Dispatcher(f'bench_{name}.ops', f'BENCH_{name.upper()}')
         return owner, dispatched([{'verifier': accepts, 'env_var': f'BENCH_{name.upper()}_IT'}], dispatcher=owner)
 
+    ruled, with_rules = one('rules')
+    entry = with_rules.__fla_entry__
+    when = 'q.dtype == bfloat16 and q.shape[1] >= 4096 and cu_seqlens is None'
+    set_policy(Policy(rules=(Rule(entry.operation, 'vendor', when),)), dispatcher=ruled)
     failing, with_breaker = one('breaker')
     set_policy(Policy(on_error='fallback'), dispatcher=failing)
     counted, with_counters = one('counters')
@@ -370,6 +374,7 @@ def observed_cases(base: str) -> list[Case]:
     timed, with_times = one('times')
     telemetry(timing=True, dispatcher=timed).start()
     return [
+        Case('a rule in force: dtype, size, is None', CHUNK, with_rules, serves=1, ceiling=0.6, base=base),
         Case('breaker on (on_error=fallback)', CHUNK, with_breaker, serves=1, base=base),
         Case('telemetry on: counters', CHUNK, with_counters, serves=1, base=base),
         Case("telemetry on: counters and the host's clock", CHUNK, with_times, serves=1, base=base),

@@ -23,7 +23,7 @@ VARIABLES = {
     'PREFER': ('policy', '`a|b`: backends or kinds asked first'),
     'ALLOW_BACKENDS': ('policy', '`a,b`: the only backends allowed'),
     'DENY_BACKENDS': ('policy', '`a,b`: backends not allowed'),
-    'DISPATCH_CONFIG': ('policy', 'a policy file, see the page on it: below every other variable'),
+    'DISPATCH_CONFIG': ('policy', 'a policy file (docs/policy.md), below every other variable'),
     'STRICT': ('policy', 'boolean: backend bugs and unmet wishes raise'),
     'REQUIRE_FIRST': ('policy', 'boolean: anything but the first available and enabled candidate raises'),
     'CHECK_VALUES': ('policy', 'boolean: checks look at tensor values (synchronises)'),
