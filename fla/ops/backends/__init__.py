@@ -42,6 +42,8 @@ from fla.ops.backends.errors import (
 from fla.ops.backends.explain import CandidateReport, Decision, explain
 from fla.ops.backends.freeze import Manifest, freeze_dispatch, is_frozen, manifest, require_manifest, thaw_dispatch
 from fla.ops.backends.logs import set_threshold as _set_threshold
+from fla.ops.backends.measure import load_measurements, measure
+from fla.ops.backends.measurements import MeasurementError, Measurements
 from fla.ops.backends.policy import Policy, Rule
 from fla.ops.backends.registry import BackendRegistry, Handle
 from fla.ops.backends.scopes import (
@@ -58,6 +60,7 @@ from fla.ops.backends.tensors import check_tensors
 from fla.ops.backends.trace import Record, Trace, counters, last_backend, trace
 from fla.ops.backends.triton import runs_on_triton
 from fla.ops.backends.versions import PolicyVersion
+from fla.ops.backends.watch import PolicyEvent, PolicyWatcher, WatchError, watch_policy
 
 
 def set_policy(policy: Policy, dispatcher: Dispatcher | None = None) -> Policy | None:
@@ -178,11 +181,15 @@ __all__ = [
     'Health',
     'Manifest',
     'ManifestMismatchError',
+    'MeasurementError',
+    'Measurements',
     'NoBackendError',
     'Plugin',
     'Policy',
+    'PolicyEvent',
     'PolicyFileError',
     'PolicyVersion',
+    'PolicyWatcher',
     'Reason',
     'Record',
     'RegistrationError',
@@ -191,6 +198,7 @@ __all__ = [
     'Trace',
     'UnknownNameError',
     'Verdict',
+    'WatchError',
     'add_breaker_listener',
     'add_observer',
     'allow_backends',
@@ -209,8 +217,10 @@ __all__ = [
     'health',
     'is_frozen',
     'last_backend',
+    'load_measurements',
     'load_policy',
     'manifest',
+    'measure',
     'on_error',
     'plugins',
     'policy_context',
@@ -232,4 +242,5 @@ __all__ = [
     'unload_policy',
     'use_backend',
     'validate',
+    'watch_policy',
 ]
