@@ -365,7 +365,7 @@ def observed_cases(base: str) -> list[Case]:
 
     ruled, with_rules = one('rules')
     entry = with_rules.__fla_entry__
-    when = 'q.dtype == bfloat16 and q.shape[1] >= 4096 and cu_seqlens is None'
+    when = 'q.dtype == bfloat16 and q.shape[1] >= 64 and cu_seqlens is None'
     set_policy(Policy(rules=(Rule(entry.operation, 'vendor', when),)), dispatcher=ruled)
     failing, with_breaker = one('breaker')
     set_policy(Policy(on_error='fallback'), dispatcher=failing)
