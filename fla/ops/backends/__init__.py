@@ -20,6 +20,7 @@ from fla.ops.backends import describe as _describe
 from fla.ops.backends.backend import BaseBackend, Reason, Verdict
 from fla.ops.backends.breaker import Breaker, BreakerEvent, BreakerListener, BreakerSettings, Health
 from fla.ops.backends.checkpoint import checkpoint_contexts
+from fla.ops.backends.config.diff import PolicyChange, diff_policy
 from fla.ops.backends.config.load import PolicyFileError
 from fla.ops.backends.decorator import Dispatched, dispatch
 from fla.ops.backends.discovery import Plugin
@@ -186,6 +187,7 @@ __all__ = [
     'NoBackendError',
     'Plugin',
     'Policy',
+    'PolicyChange',
     'PolicyEvent',
     'PolicyFileError',
     'PolicyVersion',
@@ -210,6 +212,7 @@ __all__ = [
     'default_dispatcher',
     'deny_backends',
     'describe',
+    'diff_policy',
     'dispatch',
     'explain',
     'freeze_dispatch',

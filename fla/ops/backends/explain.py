@@ -24,7 +24,7 @@ from fla.ops.backends.codegen import Explain, source_of
 from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import unknown_name
 from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Case, Facts, Member, build
-from fla.ops.backends.policy import Conditional, Effective, normalise
+from fla.ops.backends.policy import Conditional, Effective, State, normalise
 from fla.utils.devices import KNOWN_DEVICES, PLATFORMS, Device
 from fla.utils.owners import with_conflict
 
@@ -241,15 +241,16 @@ def _unfit(entry: Entry, policy: Effective) -> list[str]:
     ]
 
 
-def explain_entry(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], platform: Any) -> Decision:
-    """`explain` for an entry point."""
+def explain_entry(
+    entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], platform: Any, state: State | None = None
+) -> Decision:
+    """`explain` for an entry point, under another state than the one in force where one is given."""
     bound = entry.signature.signature.bind(*args, **kwargs)
     if entry.dispatcher.baseline:
         return _baseline(entry, bound.arguments)
     entry.dispatcher.discovery.load(entry.operation)
     entry.dispatcher.check_environment_once()
-    state = entry.state()
-    policy = entry.policy(state)
+    policy = entry.policy(entry.state() if state is None else state)
     facts = entry._facts(policy)
     assumed: set[int] = set()
     if platform is None:
