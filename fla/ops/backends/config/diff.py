@@ -70,7 +70,7 @@ def diff_policy(
 
     Returns:
         One entry for each kind of call that is decided differently, or that cannot be judged because the record lacks an
-            argument (one keeps tensors and plain values). Calls recorded in compiled code have no arguments and are left out.
+            argument (one keeps tensors and plain values). Calls recorded in compiled code have none and are left out.
 
     Raises:
         PolicyFileError: for a bad file.
