@@ -15,6 +15,7 @@ from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.explain import explain_entry
 from fla.ops.backends.policy import Layer, Policy, State
 from fla.ops.backends.trace import Record, Trace
+from fla.utils.devices import platform_of_type
 
 if TYPE_CHECKING:
     from fla.ops.backends.explain import Decision
@@ -132,7 +133,7 @@ def _decide(owner: Dispatcher, record: Mapping[str, Any], state: State) -> Decis
     with FakeTensorMode():
         for name, told in record['tensors'].items():
             device = torch.device(told['device'])
-            here = device.type in ('cpu', 'meta') or (device.type == 'cuda' and torch.cuda.is_available())
+            here = device.type in ('cpu', 'meta') or bool(owner.device_facts(platform_of_type(device.type)))
             platform = platform if here else device.type
             dtype = getattr(torch, str(told['dtype']).removeprefix('torch.'))
             arguments[name] = torch.empty(tuple(told['shape']), dtype=dtype, device=device if here else 'cpu')
