@@ -1,0 +1,219 @@
+"""Dispatch while everything around it changes.
+
+Threads call, the policy file is rewritten (by renaming and in place), backends fail at random under on_error='fallback',
+backends come and go, processes fork. Each call is checked: its result is right, and exactly one backend finished it. Ends with
+an error if a call was lost, doubled or wrong, if something hangs, or if the last file written is not the one in force.
+
+    python benchmarks/policy_under_load.py [--seconds 30] [--threads 8] [--rewrites 50] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fla.ops.backends import (
+    BackendRegistry,
+    BaseBackend,
+    Policy,
+    default_dispatcher,
+    dispatch,
+    reset_policy,
+    set_policy,
+    watch_policy,
+)
+
+RESULTS = Path(__file__).parent / 'results'
+NAMES = ('steady', 'flaky', 'other')
+local = threading.local()
+
+
+class Flaky(Exception):
+    """A failure that may be retried."""
+
+
+def make_operation(failing: float) -> tuple[Any, BackendRegistry]:
+    """`loaded(x)` is 2x, whoever serves it; each backend notes its runs and failures in the calling thread."""
+    registry = BackendRegistry('under_load')
+
+    @dispatch('under_load')
+    def loaded(x: torch.Tensor) -> torch.Tensor:
+        local.finished += 1
+        return x * 2
+
+    for name in NAMES:
+        registry.register(make_backend(name, failing if name == 'flaky' else 0.0))
+    return loaded, registry
+
+
+def make_backend(name: str, failing: float) -> BaseBackend:
+    """A backend that fails so often, before it has done anything."""
+
+    def run(self: BaseBackend, x: torch.Tensor) -> torch.Tensor:
+        if failing and random.random() < failing:
+            local.failed += 1
+            raise Flaky(name)
+        local.finished += 1
+        return x * 2
+
+    return type(name, (BaseBackend,), {'backend_type': name, 'retryable': (Flaky,), 'loaded': run})()
+
+
+class Load:
+    """The parts that run at once, and what they saw."""
+
+    def __init__(self, seconds: float, threads: int, rewrites: int, seed: int) -> None:
+        self.seconds, self.threads, self.rewrites = seconds, threads, rewrites
+        self.random = random.Random(seed)
+        self.function, self.registry = make_operation(failing=0.2)
+        self.stop = threading.Event()
+        self.lock = threading.Lock()
+        self.counts = dict.fromkeys(
+            ('calls', 'failures', 'wrong', 'lost_or_doubled', 'errors', 'plugins', 'forks', 'bad_forks'), 0
+        )
+        self.notes: list[str] = []
+
+    def add(self, note: str = '', **counts: int) -> None:
+        with self.lock:
+            for name, count in counts.items():
+                self.counts[name] += count
+            if note and len(self.notes) < 10:
+                self.notes.append(note)
+
+    def call(self) -> None:
+        """One thread's calls."""
+        x = torch.arange(4.0)
+        calls = failures = 0
+        while not self.stop.is_set():
+            local.finished = local.failed = 0
+            try:
+                result = self.function(x)
+            except Exception as error:
+                self.add(f'{type(error).__name__}: {error}', errors=1)
+                continue
+            calls, failures = calls + 1, failures + local.failed
+            if not torch.equal(result, x * 2):
+                self.add('wrong result', wrong=1)
+            if local.finished != 1:
+                self.add(f'{local.finished} runs in one call', lost_or_doubled=1)
+        self.add(calls=calls, failures=failures)
+
+    def plugins(self) -> None:
+        """Backends that come and go."""
+        number = 0
+        while not self.stop.wait(0.05):
+            number += 1
+            handle = self.registry.register(make_backend(f'guest{number % 4}', 0.1))
+            time.sleep(0.02)
+            handle.remove()
+            self.add(plugins=1)
+
+    def forks(self) -> None:
+        """Children that call the function and must end."""
+        while not self.stop.wait(0.5):
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    local.finished = local.failed = 0
+                    x = torch.ones(2)
+                    code = 0 if float((self.function(x) - 2 * x).abs().max()) == 0 and local.finished == 1 else 2
+                finally:
+                    os._exit(code)
+            deadline, code = time.monotonic() + 30, None
+            while code is None and time.monotonic() < deadline:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                code = os.waitstatus_to_exitcode(status) if done else None
+                time.sleep(0.01)
+            if code is None:
+                os.kill(pid, 9)
+                os.waitpid(pid, 0)
+            self.add('' if code == 0 else f'child ended with {code}', forks=1, bad_forks=int(code != 0))
+
+    def write(self, path: Path, number: int) -> str:
+        """One version of the file; the name it prefers."""
+        first = NAMES[number % len(NAMES)]
+        text = f'prefer: [{first}]\nrules:\n  - ops: under_load\n    when: x.shape[0] < {number + 2}\n    use: [{first}]\n'
+        if number % 2:
+            path.write_text(text)
+        else:
+            path.with_suffix('.new').write_text(text)
+            os.replace(path.with_suffix('.new'), path)
+        return first
+
+    def run(self) -> dict[str, Any]:
+        """Everything at once."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / 'policy.yaml'
+            self.write(path, 0)
+            events: list[str] = []
+            note = lambda event: events.append(event.kind)  # noqa: E731
+            # no scope: those of other threads end in a forked child
+            set_policy(Policy(on_error='fallback'))
+            with watch_policy(path, debounce=0.05, on_reload=note, on_error=note) as watcher:
+                parts = [threading.Thread(target=self.call, daemon=True) for _ in range(self.threads)]
+                parts += [threading.Thread(target=one, daemon=True) for one in (self.plugins, self.forks)]
+                for part in parts:
+                    part.start()
+                for number in range(1, self.rewrites + 1):
+                    time.sleep(self.seconds / self.rewrites)
+                    last = self.write(path, number)
+                deadline = time.monotonic() + 30
+                while watcher.current_version().policy.prefer != (last,) and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                self.stop.set()
+                for part in parts:
+                    part.join(60)
+                hung = sum(part.is_alive() for part in parts)
+                in_force = watcher.current_version().policy.prefer == (last,)
+                served = self.function.explain(torch.ones(2)).winner
+            default_dispatcher().unload_policy()
+            reset_policy()
+        return {
+            **self.counts,
+            'hung_threads': hung,
+            'reloads': events.count('reload'),
+            'refused': events.count('error'),
+            'final_file_in_force': in_force,
+            'last_served_by': served,
+            'notes': self.notes,
+        }
+
+
+def good(found: dict[str, Any]) -> bool:
+    """Whether nothing went wrong."""
+    never = ('wrong', 'lost_or_doubled', 'errors', 'bad_forks', 'hung_threads')
+    return found['final_file_in_force'] and found['calls'] > 0 and not any(found[name] for name in never)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--seconds', type=float, default=30.0)
+    parser.add_argument('--threads', type=int, default=8)
+    parser.add_argument('--rewrites', type=int, default=50)
+    parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--out', type=Path, default=RESULTS / 'policy_under_load.json')
+    options = parser.parse_args(argv)
+    found = Load(options.seconds, options.threads, options.rewrites, options.seed).run()
+    machine = {'cores': os.cpu_count(), 'python': platform.python_version(), 'torch': torch.__version__}
+    asked = {name: getattr(options, name) for name in ('seconds', 'threads', 'rewrites', 'seed')}
+    result = {'benchmark': 'policy_under_load', 'machine': machine, 'options': asked, 'good': good(found), **found}
+    print(json.dumps(result, indent=1))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + '\n', encoding='utf-8')
+    return 0 if result['good'] else 1
+
+
+if __name__ == '__main__':
+    sys.exit(main())

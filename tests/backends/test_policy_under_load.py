@@ -1,0 +1,29 @@
+"""The script that changes everything around running calls, in short."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.markdown import ROOT
+
+pytest.importorskip('watchfiles')
+pytest.importorskip('yaml')
+pytest.importorskip('pydantic')
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='no fork')
+def test_nothing_is_wrong_lost_doubled_or_stuck(tmp_path):
+    script = ROOT / 'benchmarks/policy_under_load.py'
+    command = [sys.executable, str(script), '--seconds', '3', '--rewrites', '6', '--out', str(tmp_path / 'found.json')]
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / 'found.json').read_text())
+    assert found['good']
+    assert found['calls'] > 100
+    assert found['failures'] > 0
+    assert found['reloads'] >= 2
+    assert found['final_file_in_force']
