@@ -2,7 +2,7 @@
 
 Threads call, the policy file is rewritten (by renaming and in place), backends fail at random under on_error='fallback',
 backends come and go, processes fork. Each call is checked: its result is right, and exactly one backend finished it.
-Ends with an error if a call was lost, doubled or wrong, if something hangs, or if the last file written is not the one in force.
+Ends with an error if a call was lost, doubled or wrong, if something hangs, or if the last file is not the one in force.
 
     python benchmarks/policy_under_load.py [--seconds 30] [--threads 8] [--rewrites 50] [--out FILE]
 """
