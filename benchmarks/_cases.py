@@ -356,8 +356,8 @@ def fla_cases() -> list[Case]:
 
 
 def observed_cases(base: str) -> list[Case]:
-    """The same call while somebody looks on, over the same call while nobody does. Each in a namespace of its own, since all of
-    this is of a whole namespace."""
+    """The same call while somebody looks on, over the same call while nobody does. Each in a namespace of its own, since all
+    of this is of a whole namespace."""
 
     def one(name: str) -> tuple[Dispatcher, Callable[..., Any]]:
         owner = Dispatcher(f'bench_{name}.ops', f'BENCH_{name.upper()}')
