@@ -1,14 +1,26 @@
 """Conditions and the orders they choose: through `Policy(rules=…)`, eager, compiled and explained."""
 
 import logging
+import re
 
 import pytest
 import torch
 
-from fla.ops.backends import BackendBugError, Policy, explain, policy_context, prefer_backend, set_policy, use_backend
+from fla.ops.backends import (
+    BackendBugError,
+    Policy,
+    UnknownNameError,
+    dispatch,
+    explain,
+    get_policy,
+    policy_context,
+    prefer_backend,
+    set_policy,
+    use_backend,
+)
 from fla.ops.backends.conditions import Condition, ConditionError
 from fla.ops.backends.policy import Rule
-from tests.backends.toy import Toy
+from tests.backends.toy import Q, Toy
 
 SHORT, LONG = torch.zeros(2, 8), torch.zeros(2, 64)
 
@@ -204,11 +216,16 @@ def test_a_scope_of_rules_entered_inside_a_compiled_region():
     assert [toy.name_of(compiled(q)) for q in (SHORT, LONG)] == ['a', 'b']
 
 
-def test_rules_of_parameters_the_function_lacks_are_shown():
+def test_rules_are_for_the_functions_that_have_their_parameters():
     toy = toy_with_backends()
-    with policy_context(rules(toy, ('sclae is None', 'b'))):
+
+    @dispatch(toy.op)
+    def other(q: torch.Tensor, width: int = 1) -> torch.Tensor:
+        return q
+
+    with policy_context(rules(toy, ('width == 1', 'b'))):
         assert toy.ran() == 'a'
-        assert "no parameter 'sclae'. Did you mean 'scale'?" in explain(toy.f, SHORT, SHORT).rules[0]
+        assert "no parameter 'width'" in explain(toy.f, SHORT, SHORT).rules[0]
 
 
 def test_boosts_are_added_to_priorities_and_add_up():
@@ -265,3 +282,36 @@ def test_a_policy_survives_its_spec():
     assert hash(Policy(*policy.spec)) == hash(policy)
     assert policy.to_dict()['boost'] == {'kda.*': {'a': -1}}
     assert policy.to_dict()['rules'] == [{'ops': ['kda'], 'use': ['a'], 'when': 'q.shape[1] > 2', 'priority': 3}]
+
+
+@pytest.mark.parametrize(
+    ('when', 'said'),
+    [
+        ('qq.shape[0] > 1', "no parameter 'qq'. Did you mean 'q'"),
+        ('q.dtype == bflot16', "no parameter 'bflot16'. Did you mean 'bfloat16'"),
+        ('q == 1', "'q' is a tensor"),
+    ],
+)
+def test_rules_in_code_fit_the_function(when, said):
+    toy = Toy()
+    with pytest.raises(UnknownNameError, match=re.escape(said)):
+        set_policy(Policy(rules=[Rule(toy.op, 'default', when)]))
+    assert get_policy() is None
+
+
+def test_rules_in_code_name_what_there_is():
+    with pytest.raises(UnknownNameError, match='covers no operation'):
+        set_policy(Policy(rules=[Rule('nothing.*', 'default')]))
+    assert get_policy() is None
+
+
+def test_rules_as_mappings():
+    toy = Toy()
+    toy.add('a')
+    toy.add('b')
+    with policy_context(Policy(rules=[{'ops': toy.op, 'use': 'b', 'when': 'q.shape[0] == 2'}])):
+        assert toy.ran() == 'b'
+        assert toy.ran(Q[:1], Q[:1]) == 'a'
+    for wrong in ('b', {'use': 'b'}, ['b'], [None]):
+        with pytest.raises(TypeError, match='rules must be a list of Rule'):
+            Policy(rules=wrong)

@@ -73,7 +73,7 @@ class Condition:
         for name in self.parameters:
             if name not in signature.names:
                 known = ', '.join(signature.names)
-                return f'there is no parameter {name!r}.{nearest(name, signature.names)} There are {known}'
+                return f'there is no parameter {name!r}.{nearest(name, [*signature.names, *DTYPES])} There are {known}'
         tensors = {*signature.tensors, *signature.tensor_groups} if signature.annotated else set()
         for name in _parsed(self.text).values:
             if name in tensors:

@@ -559,6 +559,12 @@ class Dispatcher:
         for name in (*([policy.op] if policy.op else []), *(name for name, _ in named)):
             self.check_operation(name)
         self._refuse_if_locked(policy)
+        if policy.rules:
+            from fla.ops.backends.config import names
+
+            unknown = names.of_rules(self, policy, 'a rule of this policy')
+            if unknown:
+                raise UnknownNameError('; '.join(unknown))
         if policy.op:
             self.check_tokens(policy.tokens(), policy.op)
         else:

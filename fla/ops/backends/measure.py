@@ -19,6 +19,7 @@ from fla.ops.backends.explain import describe_argument, explain_entry
 from fla.ops.backends.freeze import _version
 from fla.ops.backends.measurements import Measured, MeasurementError, Measurements, Timing, choose, read
 from fla.ops.backends.policy import Policy, Rule
+from fla.utils.devices import devices_of, platform_of_type
 
 _CAN_RUN = ('chosen', 'eligible', 'demoted')
 
@@ -156,7 +157,7 @@ def _measure(
         bound = entry.signature.signature.bind(*call.args, **call.keywords)
         bound.apply_defaults()
         device = next((x.device for x in bound.arguments.values() if isinstance(x, torch.Tensor)), torch.device('cpu'))
-        platforms.add(_device_name(device.type))
+        platforms.add(_device_name(platform_of_type(device.type)))
         times = {name: _time(entry, name, bound, device, warmup, repeats) for name in serious}
         shown = {n: describe_argument(v) for n, v in bound.arguments.items() if isinstance(v, torch.Tensor)}
         timing = Timing(shown, dict(sorted(times.items(), key=lambda item: (item[1] is None, item[1]))))
@@ -230,8 +231,9 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 def _device_name(platform: str) -> str:
-    if platform == 'cuda' and torch.cuda.is_available():
-        return f'cuda: {torch.cuda.get_device_name()}'
+    found = devices_of(platform)
+    if platform != 'cpu' and found:
+        return f'{platform}: {found[0].name}'
     import platform as host
 
     return f'{platform}: {host.machine()}'

@@ -114,6 +114,22 @@ def covers(glob: str, operation: str, function: str) -> bool:
     return any(fnmatch.fnmatchcase(name, glob) for name in (f'{operation}.{function}', operation))
 
 
+def _rules(value: Any) -> tuple[Rule, ...]:
+    """Rules given as such, as mappings of their fields, or as the constants of `Rule.spec`."""
+    if isinstance(value, (str, Mapping, Rule)) or not isinstance(value, Iterable):
+        raise TypeError(f'rules must be a list of Rule, or of mappings of its fields; got {value!r}')
+    found = []
+    for rule in value:
+        if isinstance(rule, Mapping):
+            rule = Rule(**rule)
+        elif isinstance(rule, tuple):
+            rule = Rule(*rule)
+        if not isinstance(rule, Rule):
+            raise TypeError(f'rules must be a list of Rule, or of mappings of its fields; {rule!r} is neither')
+        found.append(rule)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Policy:
     """What is allowed and in which order. Every field that is not set leaves the question to the layers below.
@@ -131,7 +147,7 @@ class Policy:
         check_values: checks may look at tensor values (synchronises).
         on_error: 'raise', or 'fallback' to try the next candidate after a failure that its backend declares retryable.
         breaker: when a backend that keeps failing is left alone: `BreakerSettings`, or a mapping of its fields.
-        rules: orders for the calls that a condition holds for, as `Rule`s.
+        rules: orders for the calls that a condition holds for, as `Rule`s or mappings of their fields.
         lock: as `order`, and no layer above may give the function another order, except `use_backend` and `bind`.
         boost: glob over functions → {backend, kind, …: number added to its priority}. Boosts of all layers add up.
         places: field, or field and key ('order.kda') → file and line, for people.
@@ -164,7 +180,7 @@ class Policy:
             listed = getattr(self, name)
             pairs = listed.items() if isinstance(listed, Mapping) else listed
             put(self, name, tuple((key.strip(), _tokens(tokens, f'{name}[{key!r}]')) for key, tokens in pairs))
-        put(self, 'rules', tuple(rule if isinstance(rule, Rule) else Rule(*rule) for rule in self.rules))
+        put(self, 'rules', _rules(self.rules))
         put(self, 'boost', _boosts(self.boost))
         for name in ('strict', 'require_first', 'check_values'):
             if getattr(self, name) not in (None, True, False):

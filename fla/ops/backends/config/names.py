@@ -30,6 +30,12 @@ def problems(dispatcher: Dispatcher, policy: Policy, source: str) -> list[str]:
         unknown = _glob(dispatcher, glob)
         tokens = tuple(token for token, _ in amounts)
         found += [f'{place}: {text}' for text in unknown] or _tokens(dispatcher, tokens, _literal(glob), place)
+    return found + of_rules(dispatcher, policy, source)
+
+
+def of_rules(dispatcher: Dispatcher, policy: Policy, source: str) -> list[str]:
+    """The same of its rules alone."""
+    found: list[str] = []
     for rule in policy.rules:
         place = rule.place or source
         unknown = [text for glob in rule.ops for text in _glob(dispatcher, glob)]
