@@ -367,6 +367,11 @@ def observed_cases(base: str) -> list[Case]:
     entry = with_rules.__fla_entry__
     when = 'q.dtype == bfloat16 and q.shape[1] >= 64 and cu_seqlens is None'
     set_policy(Policy(rules=(Rule(entry.operation, 'vendor', when),)), dispatcher=ruled)
+    # as measure() writes them: a size and the dtype
+    measured, with_choice = one('measured')
+    sizes = ('q.shape[1] < 64', 'q.shape[1] >= 64 and q.dtype == bfloat16')
+    key = with_choice.__fla_entry__.key
+    measured.set_measured(Policy(rules=tuple(Rule((key,), 'vendor', size) for size in sizes)), 'benchmark')
     failing, with_breaker = one('breaker')
     set_policy(Policy(on_error='fallback'), dispatcher=failing)
     counted, with_counters = one('counters')
@@ -375,6 +380,7 @@ def observed_cases(base: str) -> list[Case]:
     telemetry(timing=True, dispatcher=timed).start()
     return [
         Case('a rule in force: dtype, size, is None', CHUNK, with_rules, serves=1, ceiling=0.6, base=base),
+        Case('measured choice in force: two sizes, dtype', CHUNK, with_choice, serves=1, ceiling=0.6, base=base),
         Case('breaker on (on_error=fallback)', CHUNK, with_breaker, serves=1, base=base),
         Case('telemetry on: counters', CHUNK, with_counters, serves=1, base=base),
         Case("telemetry on: counters and the host's clock", CHUNK, with_times, serves=1, base=base),

@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+import torch
 
 from fla.ops.backends import default_dispatcher
 from tests.backends.library import Library
@@ -27,3 +28,10 @@ def library(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     yield made
     made.forget()
+
+
+@pytest.fixture
+def many_recompiles():
+    """More variants of one function than Dynamo makes by itself."""
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield

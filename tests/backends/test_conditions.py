@@ -305,6 +305,17 @@ def test_rules_in_code_name_what_there_is():
     assert get_policy() is None
 
 
+def test_a_rule_whose_backends_a_function_lacks_costs_it_nothing():
+    toy, other = toy_with_backends(), Toy()
+    other.add('elsewhere')
+    toy.ran()
+    plain = toy.f.__code__.co_code
+    with policy_context(Policy(rules=[Rule('*', 'elsewhere', 'q.shape[0] == 2')])):
+        assert (toy.ran(), other.ran()) == ('a', 'elsewhere')
+        assert toy.f.__code__.co_code == plain
+        assert 'no candidate is elsewhere' in explain(toy.f, SHORT, SHORT).rules[0]
+
+
 def test_rules_as_mappings():
     toy = Toy()
     toy.add('a')

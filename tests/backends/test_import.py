@@ -24,6 +24,24 @@ def python(source, timeout=120, **variables):
     return done
 
 
+def test_what_few_ask_for_is_imported_when_they_do():
+    python(
+        """
+        import sys
+        import fla.ops.backends as door
+
+        late = {f'fla.ops.backends.{name}' for name in ('watch', 'measuring', 'measurements', 'config.diff', 'config.load')}
+        assert not late & set(sys.modules), late & set(sys.modules)
+        for name in door.__all__:
+            assert getattr(door, name) is getattr(door, name)
+        assert late <= set(sys.modules)
+        assert callable(door.measure) and callable(door.watch_policy)
+        assert set(door.__all__) <= set(dir(door))
+        """
+    )
+
+
+
 def test_importing_loads_nothing_heavy_and_touches_no_device():
     python(
         """

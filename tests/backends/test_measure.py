@@ -12,8 +12,8 @@ import torch
 
 from fla.ops.backends import Policy, UnknownNameError, explain, freeze_dispatch, prefer_backend, set_policy, use_backend
 from fla.ops.backends.errors import FrozenError
-from fla.ops.backends.measure import load_measurements, measure
 from fla.ops.backends.measurements import Choice, MeasurementError, choose, read
+from fla.ops.backends.measuring import load_measurements, measure
 from tests.backends.toy import Toy
 
 
@@ -199,6 +199,49 @@ def test_with_gradients_the_backward_pass_is_timed(two):
     assert q.grad is None
 
 
+def test_a_flag_tells_calls_apart():
+    toy = Toy()
+
+    def slow_where(flagged, number):
+        def f(self, q, k, scale=None, flag=False):
+            time.sleep(0.004 * (flag is flagged))
+            return q * 0 + number
+
+        return f
+
+    toy.add('plain', f=slow_where(True, 1))
+    toy.add('flagged', f=slow_where(False, 2))
+    set_policy(Policy(deny=('default',)))
+    measure([functools.partial(toy.f, SHORT, SHORT, flag=flag) for flag in (False, True)], repeats=5, progress=False)
+    assert toy.ran(SHORT, SHORT) == 'plain'
+    assert toy.ran(SHORT, SHORT, flag=True) == 'flagged'
+
+
+def test_calls_that_nothing_tells_apart_count_together():
+    """b wins the first of them by a little, a the second by far."""
+    toy = Toy()
+
+    def slow_by(factors, number):
+        def f(self, q, k, scale=None, flag=False):
+            time.sleep(factors[scale])
+            return q * 0 + number
+
+        return f
+
+    toy.add('a', f=slow_by({1.0: 0.003, 2.0: 0.0}, 1))
+    toy.add('b', f=slow_by({1.0: 0.0, 2.0: 0.02}, 2))
+    set_policy(Policy(deny=('default',)))
+    measure([functools.partial(toy.f, SHORT, SHORT, scale=s) for s in (1.0, 2.0)], repeats=3, progress=False)
+    assert toy.ran(SHORT, SHORT, scale=1.0) == 'a'
+
+
+def test_what_cannot_be_written_is_not_in_force(two, tmp_path):
+    before = two.ran(LONG, LONG)
+    with pytest.raises(FileNotFoundError):
+        quick(two, path=tmp_path / 'nowhere' / 'measured.json')
+    assert two.ran(LONG, LONG) == before == 'short'
+
+
 def test_refused_while_frozen(two, tmp_path):
     path = tmp_path / 'measured.json'
     quick(two, path=path)
@@ -212,6 +255,11 @@ def test_refused_while_frozen(two, tmp_path):
 def test_what_cannot_be_measured(toy):
     with pytest.raises(TypeError, match='partial'):
         measure([lambda: 0], progress=False)
+    with pytest.raises(ValueError, match='nothing to measure'):
+        measure([], progress=False)
+    for wrong in ({'repeats': 0}, {'repeats': 1.5}, {'warmup': -1}, {'warmup': True}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            measure([functools.partial(toy.f, SHORT, SHORT)], progress=False, **wrong)
     set_policy(Policy(allow=()))
     with pytest.raises(MeasurementError, match='nobody serves this call'):
         quick(toy)
@@ -229,7 +277,7 @@ SCRIPT = """
     import functools, sys, time
     import torch, torch.distributed as dist
     from fla.ops.backends import Policy, set_policy
-    from fla.ops.backends.measure import measure
+    from fla.ops.backends.measuring import measure
     from fla.ops.backends.measurements import MeasurementError
     from tests.backends.toy import Toy
 
@@ -252,6 +300,14 @@ SCRIPT = """
     try:
         measure([call] if rank else [None], group=dist.group.WORLD, progress=False)
     except TypeError:
+        assert rank == 0
+    except MeasurementError as error:
+        assert rank == 1 and 'rank 0 could not measure' in str(error)
+    else:
+        raise AssertionError
+    try:
+        measure([call], group=dist.group.WORLD, path='/nowhere/measured.json', progress=False)
+    except FileNotFoundError:
         assert rank == 0
     except MeasurementError as error:
         assert rank == 1 and 'rank 0 could not measure' in str(error)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fla.ops.common import compile_ahead
-from fla.ops.common.compile_ahead import compiled_together, launch
+from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
 
 
 class Kernel:
@@ -43,7 +43,7 @@ def test_a_first_call_compiles_side_by_side_and_then_launches_in_order(monkeypat
     barrier = threading.Barrier(2)
     first, second = Kernel('first', events, barrier), Kernel('second', events, barrier)
 
-    @compiled_together
+    @compiled_together(lambda *args: args)
     def step(x):
         launch(first, (3,))(x, BLOCK=16)
         launch(second, (4,))(x, BLOCK=32)
@@ -59,36 +59,45 @@ def calls(given) -> list[int]:
     events: list = []
     kernels = [Kernel('one', events), Kernel('two', events)]
 
-    @compiled_together
-    def step(*args, **options):
+    @compiled_together(lambda *args: args)
+    def step(*args):
         for kernel in kernels:
             launch(kernel, (1,))()
 
     counts = []
-    for args, options in given:
+    for args in given:
         events.clear()
-        step(*args, **options)
+        step(*args)
         counts.append(sum(event[0] == 'compiled' for event in events))
         assert [event[1] for event in events[-2:]] == ['one', 'two']
     return counts
 
 
-def test_what_is_a_new_kind_of_call():
-    x = torch.zeros(1, 8, 2, 16)
-    assert calls([((x,), {}), ((x,), {})]) == [2, 0]
-    assert calls([((x,), {}), ((torch.zeros(3, 99, 2, 16),), {})]) == [2, 0], 'batch and steps are the same kind'
-    assert calls([((x,), {}), ((torch.zeros(1, 8, 2, 32),), {})]) == [2, 2], 'wider'
-    assert calls([((x,), {}), ((x.half(),), {})]) == [2, 2], 'another dtype'
-    assert calls([((x,), {}), ((x.to('meta'),), {})]) == [2, 2], 'another device'
-    assert calls([((x, None), {}), ((x, x[0]), {})]) == [2, 2], 'a tensor instead of None'
-    assert calls([((x,), {'flag': True}), ((x,), {'flag': False})]) == [2, 2]
-    assert calls([(((x, None), 1), {}), (((x, x), 1), {})]) == [2, 2], 'within a tuple'
+def test_each_kind_of_call_is_compiled_once():
+    assert calls([('a',), ('a',), ('b', 1), ('a',), ('b', 1)]) == [2, 0, 2, 0, 0]
+
+
+def test_what_is_a_new_kind_of_step():
+    q, g = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2)
+    one = kind_of_step(q, q, g, g, None, True)
+    assert kind_of_step(torch.zeros(3, 99, 2, 16), q[:, :3], g, g, None, True) == one, 'batch and steps do not matter'
+    others = [
+        kind_of_step(q[..., :8], q, g, g, None, True),
+        kind_of_step(q, q[:, :, :1], g, g, None, True),
+        kind_of_step(q.half(), q, g, g, None, True),
+        kind_of_step(q.to('meta'), q, g, g, None, True),
+        kind_of_step(q, q, g.half(), g, None, True),
+        kind_of_step(q, q, g, g.half(), None, True),
+        kind_of_step(q, q, g, g, q, True),
+        kind_of_step(q, q, g, g, None, False),
+    ]
+    assert len({one, *others}) == 1 + len(others)
 
 
 def test_one_kernel_is_launched_at_once():
     events: list = []
     kernel = Kernel('only', events)
-    compiled_together(lambda: launch(kernel, (1,))())()
+    compiled_together(lambda: None)(lambda: launch(kernel, (1,))())()
     assert [event[0] for event in events] == ['launched']
 
 
@@ -96,7 +105,7 @@ def test_what_does_not_compile_raises_where_it_is_launched():
     events: list = []
     good, bad = Kernel('good', events), Kernel('bad', events, fails=True)
 
-    @compiled_together
+    @compiled_together(lambda *args: args)
     def step():
         launch(good, (1,))()
         launch(bad, (1,))()
@@ -110,7 +119,7 @@ def test_an_error_of_the_function_leaves_launching_as_it_was():
     events: list = []
     kernel = Kernel('kernel', events)
 
-    @compiled_together
+    @compiled_together(lambda *args: args)
     def step():
         raise RuntimeError('no')
 
@@ -125,7 +134,7 @@ def test_threads_collect_for_themselves():
     kernels = [Kernel('one', events), Kernel('two', events)]
     inside, go_on = threading.Event(), threading.Event()
 
-    @compiled_together
+    @compiled_together(lambda *args: args)
     def slow():
         inside.set()
         assert go_on.wait(30)
@@ -143,9 +152,9 @@ def test_threads_collect_for_themselves():
 
 def test_interpreted_kernels_are_only_launched(monkeypatch):
     monkeypatch.setattr(compile_ahead, '_INTERPRETED', True)
-    assert calls([((), {})]) == [0]
+    assert calls([()]) == [0]
 
 
 def test_nothing_is_compiled_within_a_capture(monkeypatch):
     monkeypatch.setattr(compile_ahead, '_is_capturing', lambda: True)
-    assert calls([((), {})]) == [0]
+    assert calls([()]) == [0]

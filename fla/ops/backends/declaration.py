@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from packaging.requirements import InvalidRequirement, Requirement
 
 from fla.ops.backends.backend import KINDS, RESERVED_NAMES, BaseBackend
 from fla.ops.backends.errors import RegistrationError
@@ -70,6 +69,9 @@ def _is_module(value: Any) -> bool:
 
 
 def _is_version(value: Any) -> bool:
+    # a fifth of the time of importing this package, and few backends name a version
+    from packaging.requirements import InvalidRequirement, Requirement
+
     try:
         return bool(Requirement(value if value.strip()[:1].isalnum() else f'some{value}').specifier)
     except (AttributeError, TypeError, InvalidRequirement):

@@ -31,7 +31,6 @@ from fla.ops.backends.policy import Effective, Layer, Policy, State
 from fla.ops.backends.registry import BackendRegistry, Listener
 from fla.ops.backends.signature import Signature, location
 from fla.ops.backends.toggles import Toggles
-from fla.ops.backends.versions import PolicyVersion
 from fla.utils import devices
 from fla.utils.env import nearest
 
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from fla.ops.backends.entry import Entry
     from fla.ops.backends.telemetry import Observer, Telemetry
     from fla.ops.backends.trace import Trace
+    from fla.ops.backends.versions import PolicyVersion
 
 # Operations whose backends live elsewhere than in `fla.ops.<operation>.backends`.
 _OPERATION_BACKEND_MODULES = {'modules': 'fla.modules.backends'}
@@ -62,6 +62,10 @@ class Frozen:
     layers: tuple[Layer, ...]
     env: tuple[tuple[str, str | None], ...]
     enabled: Mapping[BaseBackend, bool]
+
+
+def _file_layer(policy: Policy, path: str) -> Layer:
+    return Layer(policy, f'policy file {path}')
 
 
 class Dispatcher:
@@ -366,11 +370,18 @@ class Dispatcher:
         if self._code is not None:
             layers.append(self._code)
         layers += self._env_layers or ()
-        if self._file is not None:
-            layers.append(Layer(self._file.policy, f'policy file {self._file.source}'))
-        if self._measured is not None:
-            layers.append(self._measured)
+        file = None if self._file is None else _file_layer(self._file.policy, self._file.source)
+        layers += [layer for layer in (file, self._measured) if layer is not None]
         return State(tuple(layers), bool(self.traces), telemetry=self._telemetry())
+
+    def state_with_file(self, policy: Policy | None, source: str = '') -> State:
+        """The state in force, with another policy in the place of the file's; None for no file."""
+        now, file = self.state(), self._file
+        layers = [layer for layer in now.layers if file is None or layer.policy is not file.policy]
+        below = [layer for layer in layers if layer is self._measured]
+        above = [layer for layer in layers if layer is not self._measured]
+        own = [] if policy is None else [_file_layer(policy, source)]
+        return replace(now, layers=(*above, *own, *below))
 
     def _telemetry(self) -> str:
         if any(running.timing for running in self.telemetries):
@@ -502,9 +513,9 @@ class Dispatcher:
         Raises:
             DispatchError: for a function that no backend would be left for.
         """
-        from fla.ops.backends.watch import dry_run
+        from fla.ops.backends.config.trial import require_backends
 
-        dry_run(self, policy, source)
+        require_backends(self, self.state_with_file(policy, source), source)
 
     def set_measured(self, policy: Policy | None, source: str = '') -> None:
         """Set or take away the lowest layer, which is what was measured (see `measure`)."""

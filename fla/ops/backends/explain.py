@@ -23,7 +23,7 @@ from fla.ops.backends.breaker import Breakers
 from fla.ops.backends.codegen import Explain, source_of
 from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import unknown_name
-from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Case, Facts, Member, build
+from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Case, Facts, Member, build, unfit
 from fla.ops.backends.policy import Conditional, Effective, State, normalise
 from fla.utils.devices import KNOWN_DEVICES, PLATFORMS, Device
 from fla.utils.owners import with_conflict
@@ -58,6 +58,11 @@ class CandidateReport:
     source: str
     priority: float
     notes: tuple[str, ...] = ()
+
+    @property
+    def can_run(self) -> bool:
+        """Whether it would serve the call, first or where those before it do not."""
+        return self.verdict in _CAN_RUN
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready values."""
@@ -233,12 +238,9 @@ def _words(case: Conditional) -> str:
 
 
 def _unfit(entry: Entry, policy: Effective) -> list[str]:
-    """The rules that speak of parameters the function does not have."""
-    return [
-        f'{_words(case)}: {case.condition.problem(entry.signature)}'
-        for case in policy.cases
-        if case.condition is not None and case.condition.problem(entry.signature) is not None
-    ]
+    """The rules that are not for this function, which has no such candidate or parameter."""
+    problems = [(case, unfit(case, entry.signature, entry.members())) for case in policy.cases]
+    return [f'{_words(case)}: {problem}' for case, problem in problems if problem is not None]
 
 
 def explain_entry(

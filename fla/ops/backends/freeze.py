@@ -48,7 +48,7 @@ def _portable(text: str) -> str:
     return re.sub(r'policy file \S+', 'policy file', re.sub(r' (at|by) \S+:\d+', '', text))
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tup
         'versions': {
             'python': python_platform.python_version(),
             'torch': torch.__version__,
-            **{name: _version(name) for name in ('fla-dispatch', 'triton', *sorted(packages))},
+            **{name: version_of(name) for name in ('fla-dispatch', 'triton', *sorted(packages))},
         },
         'policy': [{'source': _portable(layer.source), **layer.policy.to_dict()} for layer in state.layers],
         'selections': selections,

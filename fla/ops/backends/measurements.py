@@ -185,7 +185,7 @@ def choose(points: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]]) -> tuple
 
     Args:
         points: for each call what it is told by ('q.shape[1]' → 4096, 'q.dtype' → 'bfloat16', 'cu_seqlens is None' → True)
-            and the backends, the quickest first.
+            and the backends, the quickest first. No two are told alike.
 
     What is the same in every call is not compared. Between two measured sizes the border is their geometric mean; the
     smallest and the largest size stand for whatever is smaller or larger.
@@ -197,7 +197,7 @@ def choose(points: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]]) -> tuple
     cells: dict[tuple[Any, ...], tuple[str, ...]] = {}
     for features, order in points:
         cell = tuple(borders[name][features[name]] if name in borders else features[name] for name in columns)
-        cells.setdefault(cell, order[:1])
+        cells[cell] = order[:1]
     values = [{cell[n] for cell in cells} for n in range(len(columns))]
     merged = _merge(list(cells.items()), [None if name in borders else values[n] for n, name in enumerate(columns)])
     return tuple(Choice(_condition(columns, cell, borders), order) for cell, order in merged)
@@ -262,7 +262,8 @@ def _condition(columns: Sequence[str], cell: Sequence[Any], borders: Mapping[str
         elif value is _ANY:
             continue
         elif isinstance(value, bool):
-            parts.append(name if value else name.replace(' is None', ' is not None'))
+            no = name.replace(' is None', ' is not None') if name.endswith(' is None') else f'not {name}'
+            parts.append(name if value else no)
         else:
             parts.append(f'{name} == {value}')
     return ' and '.join(parts) or None

@@ -171,13 +171,20 @@ def build(
     alive = [m for m in members if m.unusable is None and facts.package(m.backend)[0]]
     by_platform = any(m.backend.kind == 'reference' or _depends_on_device(m.backend) for m in alive)
     names = list(platforms) if by_platform else [ANY]
-    cases = [case for case in policy.cases if case.condition is None or case.condition.problem(signature) is None]
+    cases = [case for case in policy.cases if unfit(case, signature, members) is None]
     return Plan(
         {name: _chain(signature, members, policy, name, facts) for name in names},
         by_platform,
         policy,
         {name: tuple(Case(c, _chain(signature, members, policy, name, facts, c)) for c in cases) for name in names if cases},
     )
+
+
+def unfit(case: Conditional, signature: Signature, members: Sequence[Member]) -> str | None:
+    """Why an order that is for many functions is not for this one; None if it is."""
+    if not any(matches(token, member.backend) for token in case.order.tokens for member in members):
+        return f'no candidate is {" or ".join(case.order.tokens)}'
+    return None if case.condition is None else case.condition.problem(signature)
 
 
 def _depends_on_device(backend: BaseBackend) -> bool:

@@ -19,21 +19,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fla.ops.backends import logs
-from fla.ops.backends.backend import format_reason
 from fla.ops.backends.discovery import in_forked_children
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.errors import DispatchError, FrozenError, error_text
 from fla.ops.backends.locking import lock
-from fla.ops.backends.policy import Layer, Policy
+from fla.ops.backends.policy import Policy
 
 if TYPE_CHECKING:
-    from fla.ops.backends.plan import Candidate
     from fla.ops.backends.versions import PolicyVersion
 
 # How often the directories themselves are looked at: a removed and remade one has to be watched anew.
@@ -46,28 +44,6 @@ _NEVER = float('inf')
 
 Validator = Callable[['Policy'], object]
 Callback = Callable[['PolicyEvent'], object]
-
-
-def dry_run(dispatcher: Dispatcher, policy: Policy, source: str) -> None:
-    """See `Dispatcher.try_policy`."""
-    now, file = dispatcher.state(), dispatcher.policy_version()
-    layers = [layer for layer in now.layers if file is None or layer.policy is not file.policy]
-    below = len(layers) - (dispatcher._measured is not None and dispatcher._measured in layers)
-    layers.insert(below, Layer(policy, f'policy file {source}'))
-    state = replace(now, layers=tuple(layers))
-    for entry in dispatcher.entries():
-        if not entry._plans:
-            continue  # never called under what is in force
-        own = (entry.own,) if entry.own is not None else ()
-        before, after = entry._make(now.above(*own)).plan, entry._make(state.above(*own)).plan
-        for platform, chain in after.chains.items():
-            if _may_run(before.chains.get(platform, ())) and not _may_run(chain):
-                reasons = '; '.join(f'{c.member.name}: {format_reason(c.out[1])}' for c in chain if c.out)
-                raise DispatchError(f'{source} leaves no backend for {entry.key} on {platform}: {reasons}')
-
-
-def _may_run(chain: Iterable[Candidate]) -> bool:
-    return any(c.out is None for c in chain)
 
 
 class FileLayer(Protocol):

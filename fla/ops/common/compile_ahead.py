@@ -44,29 +44,40 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return collect
 
 
-def compiled_together(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that launches kernels by `launch`. It may run a first time on memory that no kernel has written, so it must
-    not look at numbers."""
-    seen: set[Hashable] = set()
+def compiled_together(kind: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """For a function that launches kernels by `launch`. It may run a first time on memory that no kernel has written, so it
+    must not look at numbers.
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        kind = (_kind(args), _kind(tuple(kwargs.items())))
-        if kind not in seen:
-            # Within a capture nothing may be loaded, and whoever captures has warmed up.
-            if not (_INTERPRETED or _is_capturing()):
-                _compile_all(functools.partial(function, *args, **kwargs))
-            seen.add(kind)
-        return function(*args, **kwargs)
+    Args:
+        kind: of the same arguments, what decides which kernels are compiled. Asked on every call. A difference that it
+            overlooks is compiled when it is launched.
+    """
 
-    return call
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        seen: set[Hashable] = set()
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            this = kind(*args, **kwargs)
+            if this not in seen:
+                # Within a capture nothing may be loaded, and whoever captures has warmed up.
+                if not (_INTERPRETED or _is_capturing()):
+                    _compile_all(functools.partial(function, *args, **kwargs))
+                seen.add(this)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
-def _kind(value: Any) -> Hashable:
-    """What kernels are compiled for, of an argument: not how many steps or sequences there are."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.device, value.shape[2:] if value.dim() == 4 else None
-    return tuple(map(_kind, value)) if isinstance(value, tuple) else value
+def kind_of_step(
+    q: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *options: Hashable
+) -> tuple[Hashable, ...]:
+    """What the kernels of a delta rule are compiled for: sizes of a step, dtypes, and of the other arguments which tensors
+    are given, and their values if they are no tensors."""
+    given = [True if isinstance(one, torch.Tensor) else one for one in options]
+    return (q.dtype, q.device, q.shape[2:], v.shape[2:], g.dtype, beta.dtype, *given)
 
 
 def _on_cuda() -> bool:

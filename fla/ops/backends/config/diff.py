@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.explain import explain_entry
-from fla.ops.backends.policy import Layer, Policy, State
+from fla.ops.backends.policy import Policy, State
 from fla.ops.backends.trace import Record, Trace
 from fla.utils.devices import platform_of_type
 
@@ -101,18 +101,12 @@ def diff_policy(
 
 def _state(owner: Dispatcher, policy: Policy | str | os.PathLike[str] | None) -> State:
     """The state in force, with another policy in the place of the file's."""
-    now, file = owner.state(), owner.policy_version()
-    layers = [layer for layer in now.layers if file is None or layer.policy is not file.policy]
-    if policy is not None:
-        if isinstance(policy, Policy):
+    if policy is None or isinstance(policy, Policy):
+        if policy is not None:
             owner.check_policy(policy)
-            layer = Layer(policy, 'the policy compared')
-        else:
-            made = owner.read_policy_version(policy)
-            layer = Layer(made.policy, f'policy file {made.source}')
-        measured = owner._measured
-        layers.insert(len(layers) - (measured is not None and measured in layers), layer)
-    return replace(now, layers=tuple(layers))
+        return owner.state_with_file(policy, 'compared')
+    made = owner.read_policy_version(policy)
+    return owner.state_with_file(made.policy, made.source)
 
 
 def _records(calls: Calls) -> list[Mapping[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from fla.ops.common.compile_ahead import compiled_together, launch
+from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
     initial_state: torch.Tensor | None
 
 
-@compiled_together
+@compiled_together(lambda q, k, v, g, beta, *rest: kind_of_step(q, v, g, beta, *rest))
 def chunk_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -114,7 +114,7 @@ def chunk_forward(
     return o, final, G, inverse
 
 
-@compiled_together
+@compiled_together(lambda q, k, v, g, beta, *rest: kind_of_step(q, v, g, beta, *rest))
 def chunk_backward(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from fla.ops.common.compile_ahead import compiled_together, launch
+from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
@@ -106,7 +106,7 @@ class _Chunks(NamedTuple):
     v_new: torch.Tensor
 
 
-@compiled_together
+@compiled_together(lambda q, k, v, g, beta, *rest, **more: kind_of_step(q, v, g, beta, *rest, *more.values()))
 def chunk_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -178,7 +178,12 @@ class Within(NamedTuple):
     dt_bias: torch.Tensor | None
 
 
-@compiled_together
+@compiled_together(
+    lambda saved, settings, do, d_final=None, within=None: kind_of_step(
+        *(saved.q, saved.v, saved.g, saved.beta, settings, d_final, within, saved.A_log, saved.dt_bias),
+        *(saved.initial_state, saved.table, saved.G),
+    )
+)
 def chunk_backward(
     saved: Saved,
     settings: Settings,

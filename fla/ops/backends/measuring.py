@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,10 @@ from fla.ops.backends import logs
 from fla.ops.backends.describe import entry_of
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.explain import describe_argument, explain_entry
-from fla.ops.backends.freeze import _version
+from fla.ops.backends.freeze import version_of
 from fla.ops.backends.measurements import Measured, MeasurementError, Measurements, Timing, choose, read
 from fla.ops.backends.policy import Policy, Rule
 from fla.utils.devices import devices_of, platform_of_type
-
-_CAN_RUN = ('chosen', 'eligible', 'demoted')
 
 
 def measure(
@@ -49,17 +47,23 @@ def measure(
         What was measured; it is in force, below every other layer of policy.
 
     Raises:
+        ValueError: without a call, or for a number of runs that is none.
         FrozenError: while dispatch is frozen.
-        MeasurementError: if a call can be served by nobody. On every rank.
+        MeasurementError: if a call can be served by nobody. On every rank, as is an error of writing the file.
     """
     owner = owner_of(dispatcher)
     owner.refuse_if_frozen('measure')
-    if group is None:
+    for name, value, least in (('warmup', warmup, 0), ('repeats', repeats, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f'{name} must be a whole number from {least}, got {value!r}')
+
+    def measured() -> Measurements:
         made = _measure(list(calls), warmup, repeats, progress, owner)
-    else:
-        made = _on_first_rank(group, lambda: _measure(list(calls), warmup, repeats, progress, owner))
-    if path is not None and (group is None or torch.distributed.get_rank(group) == 0):
-        made.save(path)
+        if path is not None:
+            made.save(path)
+        return made
+
+    made = measured() if group is None else _on_first_rank(group, measured)
     _put_in_force(owner, made, str(path) if path is not None else made.source)
     return made
 
@@ -138,17 +142,19 @@ def _on_first_rank(group: Any, measured: Callable[[], Measurements]) -> Measurem
 def _measure(
     calls: Sequence[functools.partial[Any]], warmup: int, repeats: int, progress: bool, owner: Dispatcher
 ) -> Measurements:
+    if not calls:
+        raise ValueError('calls is empty: there is nothing to measure')
     for call in calls:
         if not isinstance(call, functools.partial):
             raise TypeError(f'calls are functools.partial(function, *args, **kwargs), got {call!r}')
     timings: dict[str, list[Timing]] = {}
-    points: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {}
+    told: dict[str, list[dict[str, Any]]] = {}
     platforms: set[str] = set()
     packages: set[str] = set()
     for call in _shown(calls) if progress else calls:
         entry = entry_of(call.func)
         decision = explain_entry(entry, call.args, call.keywords, None)
-        names = [c.name for c in decision.candidates if c.verdict in _CAN_RUN]
+        names = [c.name for c in decision.candidates if c.can_run]
         serious = [name for name in names if name != 'reference'] or names
         if not serious:
             raise MeasurementError(f'{entry.key}: nobody serves this call, so that there is nothing to measure\n{decision}')
@@ -163,16 +169,43 @@ def _measure(
         timing = Timing(shown, dict(sorted(times.items(), key=lambda item: (item[1] is None, item[1]))))
         if timing.order:
             timings.setdefault(entry.key, []).append(timing)
-            points.setdefault(entry.key, []).append((_features(entry.signature, bound.arguments), timing.order))
+            told.setdefault(entry.key, []).append(_features(entry.signature, bound.arguments))
     if len(platforms) > 1:
         raise MeasurementError(f'one file is for one card, the calls are on {", ".join(sorted(platforms))}')
-    functions = {key: Measured(choose(found), tuple(timings[key])) for key, found in points.items()}
+    functions = {}
+    for key, of in timings.items():
+        points = _joined(told[key], of)
+        functions[key] = Measured(choose(points) if points else (), tuple(of))
     versions = _versions(['torch', 'triton', 'fla-dispatch', *sorted(packages)])
     return Measurements(next(iter(platforms), _device_name('cpu')), versions, functions)
 
 
+def _joined(told: Sequence[dict[str, Any]], timings: Sequence[Timing]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Each kind of call with its backends, the quickest first; calls that no condition tells apart count together."""
+    # sizes of a tensor that only some of the calls have cannot be compared
+    names = [name for name in told[0] if all(name in features for features in told)]
+    kinds: dict[tuple[Any, ...], list[Timing]] = {}
+    for features, timing in zip(told, timings, strict=True):
+        kinds.setdefault(tuple(features[name] for name in names), []).append(timing)
+    found = []
+    for kind, of in kinds.items():
+        order = Timing({}, _sum([one.milliseconds for one in of])).order
+        if order:
+            found.append((dict(zip(names, kind, strict=True)), order))
+    return found
+
+
+def _sum(times: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """Of each backend; None where it did not serve every call."""
+    found: dict[str, float | None] = {}
+    for name in times[0]:
+        own = [of.get(name) for of in times]
+        found[name] = None if None in own else sum(time for time in own if time is not None)
+    return found
+
+
 def _features(signature: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a condition can tell calls apart by: sizes first, the first tensor's dtype, and which optional tensors came."""
+    """What a condition can tell calls apart by: sizes, the first tensor's dtype, which optional tensors came, and flags."""
     found: dict[str, Any] = {}
     for name in signature.tensors:
         value = arguments.get(name)
@@ -184,7 +217,7 @@ def _features(signature: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     for name in signature.tensors:
         if signature.is_optional_tensor(name):
             found[f'{name} is None'] = arguments.get(name) is None
-    return found
+    return found | {name: value for name in signature.names if isinstance(value := arguments.get(name), bool)}
 
 
 def _time(entry: Any, name: str, bound: Any, device: torch.device, warmup: int, repeats: int) -> float | None:
@@ -240,7 +273,7 @@ def _device_name(platform: str) -> str:
 
 
 def _versions(names: Iterable[str]) -> dict[str, str | None]:
-    return {name: torch.__version__ if name == 'torch' else _version(name) for name in names}
+    return {name: torch.__version__ if name == 'torch' else version_of(name) for name in names}
 
 
 def _shown(calls: Sequence[Any]) -> Iterator[Any]:

@@ -1,0 +1,36 @@
+"""What a policy would leave the functions in use with, before it is in force."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fla.ops.backends.backend import format_reason
+from fla.ops.backends.errors import DispatchError
+from fla.ops.backends.policy import State
+
+if TYPE_CHECKING:
+    from fla.ops.backends.dispatcher import Dispatcher
+    from fla.ops.backends.plan import Candidate
+
+
+def require_backends(dispatcher: Dispatcher, state: State, source: str) -> None:
+    """Plan every function that has been called as under `state`.
+
+    Raises:
+        DispatchError: for a function that has a backend now and would have none.
+    """
+    now = dispatcher.state()
+    for entry in dispatcher.entries():
+        if not entry._plans:
+            continue  # never called under what is in force
+        own = (entry.own,) if entry.own is not None else ()
+        before, after = entry._make(now.above(*own)).plan, entry._make(state.above(*own)).plan
+        for platform, chain in after.chains.items():
+            if _may_run(before.chains.get(platform, ())) and not _may_run(chain):
+                reasons = '; '.join(f'{c.member.name}: {format_reason(c.out[1])}' for c in chain if c.out)
+                raise DispatchError(f'{source} leaves no backend for {entry.key} on {platform}: {reasons}')
+
+
+def _may_run(chain: Iterable[Candidate]) -> bool:
+    return any(c.out is None for c in chain)

@@ -1,0 +1,68 @@
+"""Compiled callers whose results say which backend ran, compared with eager ones."""
+
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fla.ops.backends import default_dispatcher, use_backend
+from tests.backends.toy import Toy
+
+Q = torch.zeros(2, 8)
+SHORT, LONG = torch.zeros(2, 32, 8), torch.zeros(2, 64, 8)
+
+
+class Compiled:
+    """A compiled function that says which backend ran, and how many graphs were made for it so far."""
+
+    def __init__(self, toy, function=None, backend='eager', fullgraph=True, **options):
+        torch._dynamo.reset()
+        self.toy, self.function = toy, function or (lambda *args, **kwargs: toy.f(*args, **kwargs) + 0)
+        self.counter = CompileCounterWithBackend(backend)
+        self.compiled = torch.compile(self.function, backend=self.counter, fullgraph=fullgraph, **options)
+
+    @property
+    def frames(self):
+        return self.counter.frame_count
+
+    def __call__(self, *args, **kwargs):
+        args = args or (Q, Q)
+        return self._names(self.compiled(*args, **kwargs))
+
+    def eager(self, *args, **kwargs):
+        return self._names(self.function(*(args or (Q, Q)), **kwargs))
+
+    def agrees(self, *args, **kwargs):
+        """The backend that eager and compiled both select. Compiled first: eager must not warm anything up."""
+        compiled = self(*args, **kwargs)
+        assert compiled == self.eager(*args, **kwargs)
+        return compiled
+
+    def _names(self, result):
+        if isinstance(result, (tuple, list)):
+            return [self.toy.name_of(part) for part in result]
+        return self.toy.name_of(result)
+
+
+def two():
+    """A toy whose backend `a` is preferred to `b`, for tests of policies."""
+    toy = Toy()
+    toy.add('a', priority=1)
+    toy.add('b', priority=2)
+    return toy
+
+
+def toggled():
+    toy = Toy()
+    toy.add('a', env_var='FLA_TOY_A')
+    return toy
+
+
+def inside_plain(toy, q):
+    with use_backend('b', op=toy.op):
+        inside = toy.f(q, q)
+    return toy.f(q, q), inside
+
+
+def nothing_is_left():
+    """No scope, real or virtual, outlives its block."""
+    dispatcher = default_dispatcher()
+    return not dispatcher.scopes and not dispatcher.virtual.layers
