@@ -41,7 +41,6 @@ def test_what_few_ask_for_is_imported_when_they_do():
     )
 
 
-
 def test_importing_loads_nothing_heavy_and_touches_no_device():
     python(
         """
