@@ -1,7 +1,9 @@
-"""Backends of the modules. There are none yet: each function's plain PyTorch body serves every call."""
+"""Backends of the modules."""
 
 from __future__ import annotations
 
+from fla.modules.backends.reference import ModulesReference
 from fla.ops.backends import BackendRegistry
 
 modules_registry = BackendRegistry('modules')
+modules_registry.register(ModulesReference())

@@ -1,0 +1,19 @@
+"""Plain PyTorch: what a CPU gets, and what every other backend is compared with."""
+
+from __future__ import annotations
+
+from fla.modules.backends.reference.activations import ReferenceActivations
+from fla.modules.backends.reference.convolution import ReferenceConvolution
+from fla.modules.backends.reference.losses import ReferenceLosses
+from fla.modules.backends.reference.norms import ReferenceNorms
+from fla.modules.backends.reference.rotary import ReferenceRotary
+from fla.ops.backends import BaseBackend
+
+
+class ModulesReference(
+    ReferenceNorms, ReferenceActivations, ReferenceRotary, ReferenceConvolution, ReferenceLosses, BaseBackend
+):
+    """Every device, dtype and argument; differentiable twice."""
+
+    backend_type = 'reference'
+    kind = 'reference'

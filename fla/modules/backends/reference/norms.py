@@ -1,0 +1,7 @@
+"""Plain PyTorch: norms."""
+
+from __future__ import annotations
+
+
+class ReferenceNorms:
+    """Methods of `Reference` for norms."""
