@@ -6,4 +6,7 @@ from fla.modules.backends.reference import ModulesReference
 from fla.ops.backends import BackendRegistry
 
 modules_registry = BackendRegistry('modules')
+modules_registry.register('fla.modules.backends.liger:LigerBackend')
+modules_registry.register('fla.modules.backends.flashinfer:FlashInferBackend')
+modules_registry.register('fla.modules.backends.flag_gems:FlagGemsBackend')
 modules_registry.register(ModulesReference())

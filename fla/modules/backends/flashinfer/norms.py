@@ -1,0 +1,7 @@
+"""FlashInfer: norms."""
+
+from __future__ import annotations
+
+
+class FlashInferNorms:
+    """Methods of `FlashInferBackend` for norms."""

@@ -1,0 +1,7 @@
+"""FlashInfer: the rotary embedding."""
+
+from __future__ import annotations
+
+
+class FlashInferRotary:
+    """Methods of `FlashInferBackend` for the rotary embedding."""

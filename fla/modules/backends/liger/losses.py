@@ -1,0 +1,7 @@
+"""Liger: cross entropies."""
+
+from __future__ import annotations
+
+
+class LigerLosses:
+    """Methods of `LigerBackend` for cross entropies."""
