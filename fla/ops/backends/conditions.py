@@ -68,17 +68,19 @@ class Condition:
         """The parameters it reads, in the order they are named."""
         return _parsed(self.text).names
 
-    def problem(self, signature: Signature) -> str | None:
-        """Why it does not fit a function, None if it does."""
-        for name in self.parameters:
-            if name not in signature.names:
-                known = ', '.join(signature.names)
-                return f'there is no parameter {name!r}.{nearest(name, [*signature.names, *DTYPES])} There are {known}'
+    def problems(self, signature: Signature) -> list[str]:
+        """Why it does not fit a function; empty if it does."""
+        known = ', '.join(signature.names)
         tensors = {*signature.tensors, *signature.tensor_groups} if signature.annotated else set()
-        for name in _parsed(self.text).values:
-            if name in tensors:
-                return f'{name!r} is a tensor, whose numbers are not looked at: name its .dtype, .shape[i] or .device.type'
-        return None
+        return [
+            f'there is no parameter {name!r}.{nearest(name, [*signature.names, *DTYPES])} There are {known}'
+            for name in self.parameters
+            if name not in signature.names
+        ] + [
+            f'{name!r} is a tensor, whose numbers are not looked at: name its .dtype, .shape[i] or .device.type'
+            for name in _parsed(self.text).values
+            if name in tensors
+        ]
 
     def source(self, bind: Callable[[str, Any], str], *, traced: bool = False) -> str:
         """As an expression of generated code. `bind(name, value)` gives a value a name there.
@@ -129,11 +131,13 @@ def _parsed(text: str) -> _Parsed:
         tree = _BareDtypes().visit(ast.parse(' '.join(text.split()), mode='eval').body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConditionError(f'{text!r} is no expression: {error}') from None
-    reader = _Reader(text)
+    reader = _Reader()
     try:
-        reader.truth(tree)
+        reader.part(tree)
     except RecursionError:
         raise ConditionError('a condition is nested too deep') from None
+    if reader.refused:
+        raise ConditionError(f'{text!r}: {"; ".join(reader.refused)}. A condition knows {GRAMMAR}')
     return _Parsed(tree, tuple(dict.fromkeys(reader.names)), tuple(dict.fromkeys(reader.values)))
 
 
@@ -147,22 +151,28 @@ class _BareDtypes(ast.NodeTransformer):
 
 
 class _Reader:
-    """Checks a tree against the grammar and collects its parameters."""
+    """Checks a tree against the grammar and collects its parameters, and what is not in the grammar."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self) -> None:
         self.names: list[str] = []
         self.values: list[str] = []
+        self.refused: list[str] = []
 
     def refuse(self, node: ast.AST, why: str = '') -> ConditionError:
-        part = ast.unparse(node)
-        return ConditionError(f'{self.text!r}: {why or f"{part!r} is not allowed"}. A condition knows {GRAMMAR}')
+        return ConditionError(why or f'{ast.unparse(node)!r} is not allowed')
+
+    def part(self, node: ast.expr) -> None:
+        """One side of an `and` or `or`, or the whole: what is wrong with it does not hide what is wrong with the others."""
+        try:
+            self.truth(node)
+        except ConditionError as error:
+            self.refused.append(str(error))
 
     def truth(self, node: ast.expr) -> None:
         """What stands where true or false is wanted."""
         if isinstance(node, ast.BoolOp):
             for value in node.values:
-                self.truth(value)
+                self.part(value)
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             self.truth(node.operand)
         elif isinstance(node, ast.Compare):

@@ -35,6 +35,7 @@ from fla.utils import devices
 from fla.utils.env import nearest
 
 if TYPE_CHECKING:
+    from fla.ops.backends.config.load import Draft
     from fla.ops.backends.entry import Entry
     from fla.ops.backends.telemetry import Observer, Telemetry
     from fla.ops.backends.trace import Trace
@@ -116,6 +117,8 @@ class Dispatcher:
         self._code: Layer | None = None
         self._file: PolicyVersion | None = None
         self._file_versions, self._config = 0, ''
+        # what the environment's file said when it was read
+        self._config_draft: Draft | None = None
         self._measured: Layer | None = None
         self._env_layers: tuple[Layer, ...] | None = None
         self._env_checked = False
@@ -344,6 +347,7 @@ class Dispatcher:
         from fla.ops.backends.trace import follow_environment
 
         layers = self.environment.layers()
+        self._config_draft = None
         path = (self.environment.text('DISPATCH_CONFIG') or '').strip()
         file = self._read_config(path) if path else None
         with lock:
@@ -462,13 +466,10 @@ class Dispatcher:
             PolicyFileError: lists every error with its line.
             OSError: if the file cannot be read.
         """
-        from fla.ops.backends.config import load, names
+        from fla.ops.backends.config import load
 
-        made = load.parse(path)
-        found = names.problems(self, made.policy, made.source)
-        if found:
-            raise load.PolicyFileError(made.source, found)
-        return made
+        draft = load.read(path)
+        return draft.version(draft.unknown(self))
 
     def read_policy(self, path: str | os.PathLike[str]) -> Policy:
         """What a policy file says. Arguments and errors as for `read_policy_version`."""
@@ -536,7 +537,8 @@ class Dispatcher:
         from fla.ops.backends.config import load
 
         try:
-            return load.parse(path)
+            self._config_draft = load.read(path)
+            return self._config_draft.version()
         except (load.PolicyFileError, OSError, ImportError) as error:
             text = f'{self.environment.name("DISPATCH_CONFIG")}={path!r} is left out: {error}'
             if self.environment.boolean('STRICT'):
@@ -573,9 +575,10 @@ class Dispatcher:
         if policy.rules:
             from fla.ops.backends.config import names
 
-            unknown = names.of_rules(self, policy, 'a rule of this policy')
+            unknown = list(names.problems(self, {'rules': [rule.to_dict() for rule in policy.rules]}))
             if unknown:
-                raise UnknownNameError('; '.join(unknown))
+                said = [f'{policy.rules[at[1]].place or "a rule of this policy"}: {text}' for at, text in unknown]
+                raise UnknownNameError('; '.join(said))
         if policy.op:
             self.check_tokens(policy.tokens(), policy.op)
         else:
@@ -662,10 +665,12 @@ class Dispatcher:
             if not layer.policy.order:
                 for token in self.unknown_tokens(layer.policy.tokens(), None):
                     self._environment_problem(layer.source, f'unknown backend {token!r}.', self._words(None), token)
-        if self._file is not None and self._file.source == self._config:
-            from fla.ops.backends.config import names
-
-            for problem in names.problems(self, self._file.policy, self._file.source):
+        draft = self._config_draft
+        if draft is not None:
+            unknown_there = draft.at(draft.unknown(self))
+            if unknown_there and self.is_strict():
+                raise UnknownNameError(f'{self.environment.name("DISPATCH_CONFIG")}: ' + '\n'.join(unknown_there))
+            for problem in unknown_there:
                 self._environment_problem(self.environment.name('DISPATCH_CONFIG'), problem)
         toggles = {name for backend in self.backends() for name in self.toggles.variables(backend)}
         self.environment.warn_unknown(toggles, self.discovery.variables_in_sources)
@@ -715,6 +720,7 @@ class Dispatcher:
             self.frozen = None
             self.scopes, self._code, self._env_layers = (), None, None
             self._file, self._file_versions, self._config, self._measured = None, 0, '', None
+            self._config_draft = None
             self.holders = {}
             self.traces, self.listeners = (), ()
             self.telemetries, self.observers = (), ()

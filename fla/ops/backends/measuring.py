@@ -98,9 +98,9 @@ def _put_in_force(owner: Dispatcher, made: Measurements, source: str) -> None:
         for choice in measured.choices:
             owner.check_tokens(choice.use, key)
             rule = Rule((key,), choice.use, choice.when, place=f'{source} ({_summary(measured)})')
-            problem = rule.condition.problem(entry.signature) if rule.condition else None
-            if problem:
-                raise MeasurementError(f'{source}: {key} when {choice.when!r}: {problem}')
+            problems = rule.condition.problems(entry.signature) if rule.condition else []
+            if problems:
+                raise MeasurementError(f'{source}: {key} when {choice.when!r}: {"; ".join(problems)}')
             rules.append(rule)
     owner.set_measured(Policy(rules=tuple(rules)), source)
 

@@ -184,7 +184,8 @@ def unfit(case: Conditional, signature: Signature, members: Sequence[Member]) ->
     """Why an order that is for many functions is not for this one; None if it is."""
     if not any(matches(token, member.backend) for token in case.order.tokens for member in members):
         return f'no candidate is {" or ".join(case.order.tokens)}'
-    return None if case.condition is None else case.condition.problem(signature)
+    problems = case.condition.problems(signature) if case.condition is not None else []
+    return '; '.join(problems) or None
 
 
 def _depends_on_device(backend: BaseBackend) -> bool:

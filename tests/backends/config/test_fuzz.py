@@ -1,4 +1,4 @@
-"""1,000 policy files, made up: each loads or gives errors, and one that gives errors changes nothing."""
+"""More than 1,000 different policy files, made up: each loads or gives errors, and one that gives errors changes nothing."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fla.ops.backends import PolicyFileError, default_dispatcher, explain, load_policy
+from fla.ops.backends import PolicyFileError, default_dispatcher, explain, load_policy, read_policy
 from tests.backends.toy import Toy
 
 yaml = pytest.importorskip('yaml')
@@ -79,9 +79,9 @@ GOOD = st.fixed_dictionaries(
 )
 
 
-@pytest.fixture(scope='module')
-def case(tmp_path_factory):
-    return tmp_path_factory.mktemp('fuzz') / 'policy.yaml'
+@pytest.fixture
+def case(tmp_path):
+    return tmp_path / 'policy.yaml'
 
 
 def made_toy():
@@ -93,7 +93,7 @@ def made_toy():
 
 def fuzz(path, text, toy):
     """Whether the file was put in force."""
-    path.write_bytes(text)
+    path.write_bytes(text.replace(b'OP', toy.op.encode()))
     before = default_dispatcher().policy_version(), explain(toy.f, Q, Q)
     errors = None
     try:
@@ -112,25 +112,62 @@ def fuzz(path, text, toy):
     return True
 
 
-SETTINGS = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
-@SETTINGS
-@given(content=MADE)
-def test_structures(case, content):
+def files(most, texts, check):
+    """Check so many made-up files. Returns the different ones that loaded, and those that were refused."""
+    found = {True: set(), False: set()}
+
+    @settings(SETTINGS, max_examples=most)
+    @given(text=texts)
+    def each(text):
+        found[check(text)].add(text)
+
+    each()
+    return found[True], found[False]
+
+
+def test_structures(case):
+    """Right and wrong keys, values and names, in any mixture."""
+    loaded, refused = files(600, MADE.map(yaml.safe_dump).map(str.encode), lambda text: fuzz(case, text, made_toy()))
+    assert len(loaded) > 10
+    assert len(loaded) + len(refused) > 500
+
+
+def test_valid_files_load(case):
+    texts = st.tuples(GOOD, st.sampled_from([json.dumps, yaml.safe_dump])).map(lambda made: made[1](made[0]).encode())
+    loaded, refused = files(600, texts, lambda text: fuzz(case, text, made_toy()))
+    assert not refused
+    assert len(loaded) > 500
+
+
+def test_bytes(case):
+    texts = st.binary(max_size=60) | st.text(alphabet='{}[]:-&*!|>"\'#%@,?\n abprefer0', max_size=60).map(str.encode)
+    loaded, refused = files(250, texts, lambda text: fuzz(case, text, made_toy()))
+    assert len(loaded) + len(refused) > 200
+
+
+def errors_of(path, text):
+    path.write_text(text, encoding='utf-8')
+    try:
+        read_policy(path)
+    except PolicyFileError as error:
+        return error.errors
+    return ()
+
+
+def test_one_more_error_hides_no_other(case):
+    """Neither one of form nor one of names."""
     toy = made_toy()
-    fuzz(case, yaml.safe_dump(content).replace('OP', toy.op).encode(), toy)
 
+    def check(content):
+        text = content.replace('OP', toy.op)
+        errors = errors_of(case, text)
+        for more in ('perfer: a', 'zzz: 3\nprefer: [qqq]'):
+            assert set(errors) < set(errors_of(case, f'{text}{more}\n'))
+        return not errors
 
-@SETTINGS
-@given(content=GOOD, as_json=st.booleans())
-def test_valid_files_load(case, content, as_json):
-    toy = made_toy()
-    text = json.dumps(content) if as_json else yaml.safe_dump(content)
-    assert fuzz(case, text.replace('OP', toy.op).encode(), toy)
-
-
-@settings(SETTINGS, max_examples=200)
-@given(text=st.binary(max_size=60) | st.text(alphabet='{}[]:-&*!|>"\'#%@,?\n abprefer0', max_size=60).map(str.encode))
-def test_bytes(case, text):
-    fuzz(case, text, made_toy())
+    some = MADE.filter(bool).map(lambda content: yaml.safe_dump(content, allow_unicode=False))
+    loaded, refused = files(150, some, check)
+    assert len(loaded) + len(refused) > 120

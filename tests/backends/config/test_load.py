@@ -12,6 +12,7 @@ from fla.ops.backends import (
     FrozenError,
     Policy,
     PolicyFileError,
+    UnknownNameError,
     breaker,
     default_dispatcher,
     explain,
@@ -129,8 +130,8 @@ def test_json_is_read(write, toy):
         ('boost: {TOY: {a: .inf}}', 1, 'boost'),
         ('boost: {TOY: {a: b}}', 1, 'boost'),
         ('boost: {TOY: {triton: 1, default: 2}}', 1, 'twice'),
-        ('rules:\n- ops: TOY\n  when: flga\n  use: a', 2, "no parameter 'flga'. Did you mean 'flag'?"),
-        ('rules:\n- ops: TOY\n  when: q > 1\n  use: a', 2, "'q' is a tensor"),
+        ('rules:\n- ops: TOY\n  when: flga\n  use: a', 3, "no parameter 'flga'. Did you mean 'flag'?"),
+        ('rules:\n- ops: TOY\n  when: q > 1\n  use: a', 3, "'q' is a tensor"),
         ('rules:\n- ops: TOY\n  when: len(q) > 1\n  use: a', 3, 'not allowed'),
         ('rules:\n- ops: TOY', 2, 'rules.0.use is missing'),
         ('rules: {ops: TOY}', 1, 'rules'),
@@ -139,7 +140,7 @@ def test_json_is_read(write, toy):
         ('prefer: []', 1, 'prefer'),
         ('prefer: [""]', 1, 'prefer'),
         ('deny: a\ndeny: b', 2, 'stands here twice'),
-        ('prefer: &x [a]\ndeny: *x', 1, 'aliases'),
+        ('prefer: &x [a]\ndeny: *x', 2, 'aliases'),
         ('prefer: [a', 1, 'not YAML'),
         ('- a', 1, 'the file'),
         ('prefer: !!python/object:os.system a', 1, 'cannot be read'),
@@ -269,3 +270,129 @@ def test_an_operation_that_is_not_imported_yet(write):
         rules: [{ops: kda.*, when: "q.shape[1] > 4", use: default}]
         """)
     assert read_policy(path).order[0] == ('kda', ('default',))
+
+
+EVERYTHING = """\
+perfer: a
+prefer:
+  - b
+  - qqq
+allow: [{}, zzz]
+order:
+  TOY.ff: [a]
+  TOY: [bb]
+boost:
+  TOY: {aa: 1, b: much}
+rules:
+- ops: [TOY, nosuchop]
+  use: a
+  when: flga and scael > 1
+- ops: TOY.f
+  when: len(q) > 1 and q.shape > 3
+- use: xx
+  wen: 3
+- ops: TOY
+  use: [yy]
+  when: "1 <"
+strict: 3
+on_error: fallbak
+"""
+
+
+def test_names_are_looked_up_beside_errors_of_form(write):
+    """One reading says everything: unknown keys, wrong values, conditions, and every unknown name wherever it stands."""
+    path = write(EVERYTHING)
+    with pytest.raises(PolicyFileError) as caught:
+        read_policy(path)
+    found = [one.removeprefix(f'{path}:').split(': ', 1) for one in caught.value.errors]
+    expected = [
+        (1, "unknown key 'perfer'"),
+        (4, "unknown backend 'qqq'"),
+        (5, 'allow.0'),
+        (5, "unknown backend 'zzz'"),
+        (7, "unknown function 'ff'"),
+        (8, "unknown backend 'bb' of operation"),
+        (10, 'boost'),
+        (10, "unknown backend 'aa' of operation"),
+        (12, "unknown operation 'nosuchop'"),
+        (14, "no parameter 'flga'. Did you mean 'flag'?"),
+        (14, "no parameter 'scael'. Did you mean 'scale'?"),
+        (15, 'rules.1.use is missing'),
+        (16, "'len(q)' is not allowed; 'q.shape' is not allowed"),
+        (17, 'rules.2.ops is missing'),
+        (17, "unknown backend 'xx'"),
+        (18, "unknown key 'wen'"),
+        (20, "unknown backend 'yy' of operation"),
+        (21, 'is no expression'),
+        (22, 'strict'),
+        (23, "Did you mean 'fallback'?"),
+    ]
+    assert [int(line) for line, _ in found] == [line for line, _ in expected]
+    for line, words in expected:
+        assert any(int(at) == line and words in text for at, text in found), (line, words, found)
+
+
+@pytest.mark.parametrize(
+    ('text', 'lines'),
+    [
+        ('prefer: qqq\nprefer: [zzz]', {1: ["'qqq'"], 2: ['stands here twice', "'zzz'"]}),
+        ('rules:\n- ops: TOY\n  use: qq\n  use: 3\n  ops: nope', {3: ["'qq'"], 4: ['twice', 'use'], 5: ['twice', "'nope'"]}),
+        ('prefer: &x [qqq]\ndeny: *x', {1: ["'qqq'"], 2: ['aliases']}),
+        ('prefer: qqq\ndeny: !!python/name:os.system a', {1: ["'qqq'"], 2: ['cannot be read']}),
+        ('? [a]\n: b\nprefer: qqq', {1: ['a key is a word'], 3: ["'qqq'"]}),
+        ('rules:\n- 3\n- ops: TOY\n  use: qq', {2: ['rules.0'], 4: ["'qq'"]}),
+        ('prefer: [qqq]\nrules: {ops: nope}', {1: ["'qqq'"], 2: ['rules']}),
+        ('boost:\n  TOY:\n    triton: 1\n    default: 2\n    zz: 1', {4: ['triton and default'], 5: ["'zz'"]}),
+        ('boost:\n  nope:\n    zz: 1', {2: ["'nope'"], 3: ["'zz'"]}),
+        ('order: {"": [a], TOY: [qq]}', {1: ['order', "'qq'"]}),
+    ],
+)
+def test_no_error_hides_another(write, text, lines):
+    path = write(text)
+    with pytest.raises(PolicyFileError) as caught:
+        read_policy(path)
+    found = [one.removeprefix(f'{path}:').split(': ', 1) for one in caught.value.errors]
+    assert {int(line) for line, _ in found} == set(lines)
+    for line, words in lines.items():
+        for word in words:
+            assert any(int(at) == line and word in said for at, said in found), (line, word, found)
+
+
+def test_a_backend_of_one_of_the_rules_operations_is_enough(write, toy):
+    other = Toy()
+    other.add('elsewhere')
+    path = write(f'rules:\n- ops: [TOY, {other.op}]\n  use: [elsewhere, a]')
+    assert load_policy(path).policy.rules[0].use == ('elsewhere', 'a')
+    assert (toy.ran(), other.ran()) == ('a', 'elsewhere')
+    with pytest.raises(PolicyFileError, match=f"3: unknown backend 'elsewhere' of operation '{toy.op}'"):
+        read_policy(write('rules:\n- ops: TOY\n  use: [elsewhere, a]'))
+
+
+def test_a_broken_operation_is_one_error_of_several(write, library):
+    library.write('ops/broken/__init__.py', 'raise RuntimeError("this package is broken")')
+    path = write('order:\n  broken.f: [default]\nprefer: qqq')
+    with pytest.raises(PolicyFileError) as caught:
+        library.dispatcher.read_policy(path)
+    assert len(caught.value.errors) == 2
+    assert 'this package is broken' in caught.value.errors[0]
+
+
+def test_names_in_a_bad_file_of_the_environment_are_said_too(write, toy, monkeypatch, caplog):
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(write('strict: 3\nprefer: qqq\ndeny: zzz')))
+    refresh()
+    with caplog.at_level(logging.WARNING, logger='fla'):
+        assert toy.ran() == 'a'
+    for words in ('strict', "unknown backend 'qqq'", "unknown backend 'zzz'"):
+        assert words in caplog.text
+
+
+def test_unknown_names_in_a_file_of_the_environment_raise_all_at_once_if_strict(write, toy, monkeypatch):
+    path = write('prefer: qqq\ndeny: zzz')
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(path))
+    monkeypatch.setenv('FLA_STRICT', '1')
+    refresh()
+    for _ in range(2):
+        with pytest.raises(UnknownNameError) as caught:
+            toy.ran()
+        assert f"{path}:1: unknown backend 'qqq'" in str(caught.value)
+        assert f"{path}:2: unknown backend 'zzz'" in str(caught.value)

@@ -66,7 +66,7 @@ def _keys(place: tuple[Any, ...]) -> Iterable[str]:
 def message(error: Any) -> str:
     """One of pydantic's errors in our words: which key, what came, what is allowed."""
     place, came = error['loc'], error['input']
-    name = '.'.join(map(str, place))
+    name = '.'.join(str(part) for part in place if part != '[key]')
     if error['type'] == 'extra_forbidden':
         known = _keys(place[:-1])
         where = f' in {".".join(map(str, place[:-1]))}' if place[:-1] else ''

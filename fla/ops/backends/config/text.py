@@ -1,0 +1,120 @@
+"""A YAML text as plain data that knows the line of everything in it. JSON is read as YAML's subset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+# ('rules', 0, 'when'): keys and places in lists, from the outside in
+Place = tuple[Any, ...]
+Errors = set[tuple[int, str]]
+
+# Stands where a value could not be read, which is an error that has been said.
+UNREAD = object()
+# Aliases of aliases grow faster than anybody writes.
+_MOST_VALUES = 100_000
+
+
+@dataclass
+class Reading:
+    """What a text says. A text that says a key twice has two: whoever looks for errors looks at each."""
+
+    data: Any = None
+    lines: dict[Place, int] = field(default_factory=dict)
+
+    def line(self, place: Place) -> int:
+        """The line of a place, or of what it stands in."""
+        while place and place not in self.lines:
+            place = place[:-1]
+        return self.lines.get(place, 1)
+
+
+def read(content: bytes, errors: Errors) -> Iterator[Reading]:
+    """The readings of a text; `errors` gains (line, what) for all that is wrong with it. None where it is no YAML."""
+    yaml = needed()
+    loader = None
+    try:
+        for event in yaml.parse(content, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                errors.add((event.start_mark.line + 1, 'anchors and aliases are not read; write the value out'))
+        loader = yaml.SafeLoader(content)
+        node = loader.get_single_node()
+        number = again = 0
+        while number <= again:
+            reader = _Reader(loader, number, errors)
+            made = Reading({} if node is None else reader.plain(node, ()), reader.lines)
+            yield made
+            number, again = number + 1, reader.again
+    except yaml.YAMLError as error:
+        mark = getattr(error, 'problem_mark', None)
+        text = getattr(error, 'problem', None) or str(error).partition('\n')[0]
+        errors.add((mark.line + 1 if mark else 1, f'not YAML: {text}'))
+    except RecursionError:
+        errors.add((1, 'nested too deep'))
+    except (ValueError, UnicodeError) as error:
+        errors.add((1, str(error)))
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def needed() -> Any:
+    """The module `yaml`, where that and pydantic are installed."""
+    try:
+        import pydantic  # noqa: F401
+        import yaml
+    except ImportError as error:
+        raise ImportError(
+            f"a policy file needs pydantic and pyyaml: pip install 'fla-dispatch[policy]' ({error})"
+        ) from error
+    return yaml
+
+
+class _Reader:
+    """One reading: of a key that stands several times, the value that is that many places after the first.
+
+    Attributes:
+        again: how many more readings it takes to see every value.
+    """
+
+    def __init__(self, loader: Any, number: int, errors: Errors) -> None:
+        self.loader, self.number, self.errors = loader, number, errors
+        self.lines: dict[Place, int] = {}
+        self.again = 0
+        # what yaml raises for a value it has no constructor for, such as one with a tag
+        self._unreadable = (ValueError, needed().constructor.ConstructorError)
+
+    def plain(self, node: Any, place: Place) -> Any:
+        """A node as plain data."""
+        if len(self.lines) > _MOST_VALUES:
+            raise ValueError(f'more than {_MOST_VALUES} values')
+        line = node.start_mark.line + 1
+        self.lines.setdefault(place, line)
+        if node.id == 'mapping':
+            return self._mapping(node, place)
+        if node.id == 'sequence':
+            return [self.plain(item, (*place, i)) for i, item in enumerate(node.value)]
+        try:
+            return self.loader.construct_object(node)
+        except self._unreadable as error:
+            self.errors.add((line, f'{node.value!r:.80} cannot be read: {str(error).splitlines()[0]}'))
+            return UNREAD
+
+    def _mapping(self, node: Any, place: Place) -> dict[str, Any]:
+        values: dict[str, list[tuple[int, Any]]] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.id != 'scalar':
+                self.errors.add((line, 'a key is a word'))
+                continue
+            if key.value in values:
+                self.errors.add((line, f'key {key.value!r} stands here twice'))
+            values.setdefault(key.value, []).append((line, value))
+        found = {}
+        for name, those in values.items():
+            self.again = max(self.again, len(those) - 1)
+            line, value = those[min(self.number, len(those) - 1)]
+            self.lines[(*place, name)] = line
+            found[name] = self.plain(value, (*place, name))
+        return found
