@@ -20,16 +20,16 @@ def triton_version() -> tuple[int, ...]:
     return tuple(int(part) for part in triton.__version__.split('.')[:2])
 
 
-def require_triton(function: str, q: torch.Tensor) -> None:
+def require_triton(function: str, tensor: torch.Tensor, name: str = 'q') -> None:
     """A sentence instead of what Triton would say.
 
     Raises:
         RuntimeError: for tensors that a Triton kernel cannot be launched on.
     """
-    if q.device.type not in DEVICES:
+    if tensor.device.type not in DEVICES:
         raise RuntimeError(
-            f'{function}: the default implementation is written in Triton and needs a GPU; q is on {q.device}. Without '
-            'FLA_DISABLE_BACKEND_DISPATCH the plain PyTorch backend `reference` serves such tensors.'
+            f'{function}: the default implementation is written in Triton and needs a GPU; {name} is on {tensor.device}. '
+            'Without FLA_DISABLE_BACKEND_DISPATCH the plain PyTorch backend `reference` serves such tensors.'
         )
 
 
