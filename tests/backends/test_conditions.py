@@ -59,6 +59,8 @@ HOLD = [
     'q.shape[1] == 8 and not (scale is not None)',
     'scale is None or scale > 0.5',
     '-1 < q.shape[0]',
+    ' and '.join(['not flag'] * 200),
+    '((((((((((((((((((((((((((((((((((((((((not flag))))))))))))))))))))))))))))))))))))))))',
 ]
 
 
@@ -74,6 +76,24 @@ def test_what_a_condition_knows(when):
     with policy_context(rules(toy, (f'not ({when})', 'b'))):
         assert toy.ran() == 'a'
         assert explain(toy.f, SHORT, SHORT).winner == 'a'
+
+
+@pytest.mark.parametrize(
+    ('when', 'holds', 'fails'),
+    [
+        ('scale == 3  # a remark\nand flag', {'scale': 3, 'flag': True}, {'scale': 3}),
+        ('not (\n  flag\n) and\n  scale == 3', {'scale': 3}, {'scale': 3, 'flag': True}),
+        ("scale == 'a  b'", {'scale': 'a  b'}, {'scale': 'a b'}),
+        ("scale == 'a\tb'", {'scale': 'a\tb'}, {'scale': 'a b'}),
+        ("scale == '((((((((((((((((((((((((((((((((((((((((('", {'scale': '(' * 41}, {'scale': '('}),
+        ("scale == ' # '", {'scale': ' # '}, {'scale': ' '}),
+    ],
+)
+def test_every_character_of_a_condition_counts(when, holds, fails):
+    toy = toy_with_backends()
+    with policy_context(rules(toy, (when, 'b'))):
+        assert (toy.ran(SHORT, SHORT, **holds), toy.ran(SHORT, SHORT, **fails)) == ('b', 'a')
+        assert 'b' in explain(toy.f, SHORT, SHORT, **holds).winner
 
 
 @pytest.mark.parametrize(
@@ -99,7 +119,15 @@ def test_what_a_condition_knows(when):
         ("q.shape[0] == 'cpu'", 'compares a number with a string'),
         ('q.shape[1] in (1, float32)', 'of one kind'),
         ('q.shape[1] in q', 'list of constants'),
-        ('(' * 40 + 'flag' + ')' * 40, 'at most 32'),
+        ('not ' * 40 + 'flag', 'more than 32'),
+        ('not\t' * 250 + 'flag', 'more than 32'),
+        ('(flag and ' * 40 + 'flag' + ')' * 40, 'more than 32'),
+        ('(' * 250 + 'flag' + ')' * 250, 'no expression'),
+        ('flag) or (flag', 'no expression'),
+        ('flag] or [flag', 'no expression'),
+        ('flag,', 'not allowed'),
+        ('# flag', 'not allowed'),
+        (['flag'], 'got'),
         ('q\0', 'no expression'),
         (3, 'got 3'),
     ],
@@ -263,6 +291,11 @@ def test_a_lock_gives_way_to_use_backend_alone():
         {'rules': (('kda', ()),)},
         {'rules': (((), 'a'),)},
         {'rules': (('kda', 'a', None, True),)},
+        {'rules': (('kda', 'a', None, 10**400),)},
+        {'rules': (('kda', 'a', ['flag']),)},
+        {'boost': {'kda': {'a': 10**400}}},
+        {'breaker': {'cooldown': 10**400}},
+        {'breaker': {'probe_timeout': float('inf')}},
     ],
 )
 def test_fields_that_cannot_be_right_are_refused(fields):

@@ -200,6 +200,23 @@ def test_a_directory_that_goes_and_comes_is_watched_again(layer, tmp_path, start
     assert reloads.wait(2).version.policy.prefer == ('three',)
 
 
+@pytest.mark.parametrize('around', [1, 2])
+def test_links_in_a_circle_are_an_error_and_no_end(layer, file, start, around):
+    """What led to the file leads to itself, at once or by way of another; then the file is back."""
+    bad, good = Events(), Events()
+    watcher = start(on_error=bad, on_reload=good)
+    file.unlink()
+    other = file.with_name('other')
+    file.symlink_to(file if around == 1 else other)
+    if around == 2:
+        other.symlink_to(file)
+    assert isinstance(bad.wait(1).error, OSError)
+    replace(file, 'two')
+    good.wait(1)
+    assert layer.now.policy.prefer == ('two',)
+    watcher.stop(WAIT)
+
+
 @pytest.mark.parametrize('spoil', [lambda p: p.write_text('bad'), lambda p: p.write_text(''), Path.unlink])
 def test_what_is_bad_changes_nothing_and_what_is_good_again_is_told(layer, file, start, spoil):
     reloads, errors = Events(), Events()
@@ -298,6 +315,9 @@ def test_rollback_to_a_version(layer, file, start):
     assert [v.version for v in watcher.history()] == [2, 3, 4, 5]  # four are kept
     with pytest.raises(WatchError, match='version 1: the earlier versions kept are 2, 3, 4'):
         watcher.rollback(to=1)
+    for to in ('a', 2.0, True):
+        with pytest.raises(TypeError, match='to is the number of a version'):
+            watcher.rollback(to=to)
     assert in_force(layer) == 'five'
     assert watcher.rollback(to=2).policy.prefer == ('two',)
 
@@ -441,6 +461,9 @@ def test_a_forked_child_has_no_watcher_and_says_so(layer, file, start):
         ({'history': 0}, ValueError, 'history must be a number of versions, at least 1, got 0'),
         ({'validators': [3]}, TypeError, 'validators takes a callable or several, got 3'),
         ({'on_reload': [None]}, TypeError, 'on_reload'),
+        ({'validators': 3}, TypeError, 'validators takes a callable or several, got 3'),
+        ({'debounce': 10**400}, ValueError, 'debounce'),
+        ({'path': b'policy.yaml'}, TypeError, 'named by a path'),
     ],
 )
 def test_bad_arguments(start, options, error, words):

@@ -72,6 +72,21 @@ def test_a_file_that_leaves_nobody_is_refused(toy, file):
         assert toy.ran() == 'b'
 
 
+@pytest.mark.parametrize('emptied', ['', '# prefer: [b]\n', 'null', 'deny:\n'])
+def test_a_file_that_says_nothing_allows_nothing_new(toy, file, emptied):
+    """A save that is caught half way leaves an empty file."""
+    file.write_text(f'deny: [a]\nlock:\n  {toy.op}: [b]\n')
+    errors, reloads = Events(), Events()
+    with watch_policy(file, debounce=0.05, on_error=errors, on_reload=reloads) as watcher:
+        file.write_text(emptied)
+        assert f'{file}:1: ' in str(errors.wait(1).error)
+        assert watcher.current_version().version == 1
+        assert toy.ran() == 'b'
+        file.write_text('{}')
+        reloads.wait(1)
+        assert toy.ran() == 'a'
+
+
 def test_a_dry_run_changes_nothing(toy, file):
     with watch_policy(file, debounce=0.05, validators=lambda policy: 'a' not in policy.prefer) as watcher:
         code = toy.f.__code__

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -51,7 +52,7 @@ class BreakerSettings:
             raise ValueError(f'threshold must be a whole number from 1, got {self.threshold!r}')
         for name in ('cooldown', 'probe_timeout'):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
                 raise ValueError(f'{name} must be a number of seconds from 0, got {value!r}')
             object.__setattr__(self, name, float(value))
 

@@ -38,7 +38,7 @@ _COMPARISONS = {
     ast.In: 'in',
     ast.NotIn: 'not in',
 }
-# Python's own parser stops at 200 parentheses, and the generated code adds to them.
+# Python's own parser stops at 200 parentheses, and the generated code has some for each `and`, `or` and `not` in another.
 _MOST_NESTED = 32
 _ORDERED = ('<', '<=', '>', '>=')
 
@@ -61,6 +61,8 @@ class Condition:
     text: str
 
     def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not self.text.strip():
+            raise ConditionError(f'a condition is an expression such as "q.shape[1] >= 4096", got {self.text!r}')
         _parsed(self.text)
 
     @property
@@ -123,14 +125,14 @@ class _Parsed:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(text: str) -> _Parsed:
-    if not isinstance(text, str) or not text.strip():
-        raise ConditionError(f'a condition is an expression such as "q.shape[1] >= 4096", got {text!r}')
-    if text.count('(') + text.count(' not ') > _MOST_NESTED:
-        raise ConditionError(f'a condition has at most {_MOST_NESTED} parentheses and nots; give the rule a second one')
     try:
-        tree = _BareDtypes().visit(ast.parse(' '.join(text.split()), mode='eval').body)
+        # several lines are one expression, as within parentheses; those of the text have to be its own: `a) or (b`
+        tree = _BareDtypes().visit(ast.parse(f'({text}\n)', mode='eval').body)
+        whole = isinstance(ast.parse(f'[{text}\n]', mode='eval').body, (ast.List, ast.ListComp))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConditionError(f'{text!r} is no expression: {error}') from None
+        raise ConditionError(f'{text!r} is no expression: {getattr(error, "msg", error)}') from None
+    if not whole:
+        raise ConditionError(f'{text!r} is no expression: unbalanced parentheses')
     reader = _Reader()
     try:
         reader.part(tree)
@@ -157,19 +159,27 @@ class _Reader:
         self.names: list[str] = []
         self.values: list[str] = []
         self.refused: list[str] = []
+        self.depth = 0
 
     def refuse(self, node: ast.AST, why: str = '') -> ConditionError:
         return ConditionError(why or f'{ast.unparse(node)!r} is not allowed')
 
     def part(self, node: ast.expr) -> None:
         """One side of an `and` or `or`, or the whole: what is wrong with it does not hide what is wrong with the others."""
+        depth = self.depth
         try:
             self.truth(node)
         except ConditionError as error:
             self.refused.append(str(error))
+            self.depth = depth
 
     def truth(self, node: ast.expr) -> None:
         """What stands where true or false is wanted."""
+        if self.depth > _MOST_NESTED:
+            raise ConditionError(
+                f'more than {_MOST_NESTED} of `and`, `or` and `not` in each other; give the rule a second one'
+            )
+        self.depth += 1
         if isinstance(node, ast.BoolOp):
             for value in node.values:
                 self.part(value)
@@ -182,6 +192,7 @@ class _Reader:
             self.values.append(node.id)
         else:
             raise self.refuse(node)
+        self.depth -= 1
 
     def comparison(self, node: ast.Compare) -> None:
         if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):

@@ -348,7 +348,7 @@ class Dispatcher:
 
         layers = self.environment.layers()
         self._config_draft = None
-        path = (self.environment.text('DISPATCH_CONFIG') or '').strip()
+        path = os.path.expanduser((self.environment.text('DISPATCH_CONFIG') or '').strip())
         file = self._read_config(path) if path else None
         with lock:
             if self._env_layers is None:  # else another thread was faster

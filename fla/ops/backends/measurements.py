@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,7 +154,9 @@ def _function(key: str, value: Any, problems: list[str]) -> Measured:
 
 
 def _is_time(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0)
+    return value is None or (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    )
 
 
 def _list(value: Any, where: str, problems: list[str]) -> list[Any]:

@@ -40,7 +40,10 @@ def matches(token: str, backend: BaseBackend) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int that no float is as large as
+        return False
 
 
 def _tokens(value: Iterable[str] | str | None, argument: str) -> tuple[str, ...]:

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from fla.ops.backends.policy import Policy
+
+
+def checked_path(path: object) -> str:
+    """The path of a policy file as text.
+
+    Raises:
+        TypeError: for something else.
+    """
+    found = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(found, str):
+        hint = '; set_policy() puts a Policy in force' if isinstance(path, Policy) else ''
+        raise TypeError(f'a policy file is named by a path, a str or os.PathLike[str], got {path!r}{hint}')
+    return found
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -30,6 +31,7 @@ from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.errors import DispatchError, FrozenError, error_text
 from fla.ops.backends.locking import lock
 from fla.ops.backends.policy import Policy
+from fla.ops.backends.versions import checked_path
 
 if TYPE_CHECKING:
     from fla.ops.backends.versions import PolicyVersion
@@ -138,7 +140,7 @@ class PolicyWatcher:
         history: int,
         dispatcher: FileLayer,
     ) -> None:
-        self.path = os.path.join(os.getcwd(), os.fspath(path))
+        self.path = os.path.join(os.getcwd(), checked_path(path))
         self._debounce = _seconds('debounce', debounce)
         self._poll = None if poll is False else _POLL_SECONDS if poll is True else _seconds('poll', poll, least=1e-3)
         self._validators = _callables('validators', validators)
@@ -253,6 +255,8 @@ class PolicyWatcher:
             FrozenError: while dispatch is frozen.
         """
         self._check_running('roll back')
+        if to is not None and (isinstance(to, bool) or not isinstance(to, int)):
+            raise TypeError(f'to is the number of a version, got {to!r}')
         with self._turn:
             previous = self.current_version()
             past = self._history
@@ -451,13 +455,13 @@ def _import_watchfiles() -> Any:
 
 
 def _seconds(name: str, value: float, least: float = 0.0) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float('inf'):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= sys.float_info.max:
         raise ValueError(f'{name} must be a number of seconds, at least {least:g}, got {value!r}')
     return float(value)
 
 
 def _callables(name: str, value: Iterable[Any] | Callable[..., Any]) -> tuple[Any, ...]:
-    found = (value,) if callable(value) else tuple(value)
+    found = (value,) if callable(value) or not isinstance(value, Iterable) else tuple(value)
     for one in found:
         if not callable(one):
             raise TypeError(f'{name} takes a callable or several, got {one!r}')
@@ -481,8 +485,8 @@ def _names_on_the_way(path: str) -> frozenset[str]:
     `path` may read something else. A mounted ConfigMap's `policy.yaml` leads over `..data`, which is what is swapped."""
     names: set[str] = set()
     rest = list(reversed(Path(path).parts))
-    at = rest.pop()
-    while rest and len(names) < 40:  # a loop of links
+    at, links = rest.pop(), 0
+    while rest and links < 40:  # as many as Linux follows: they may lead in a circle
         part = rest.pop()
         if part == os.pardir:
             at = os.path.dirname(at)
@@ -493,6 +497,7 @@ def _names_on_the_way(path: str) -> frozenset[str]:
         except OSError:
             at = here
             continue
+        links += 1
         names.add(here)
         if target.is_absolute():
             at = target.anchor

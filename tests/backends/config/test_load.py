@@ -57,8 +57,8 @@ def write(tmp_path, toy):
 @pytest.mark.parametrize(
     ('text', 'ran'),
     [
-        ('', 'a'),
-        ('# nothing\n', 'a'),
+        ('{}', 'a'),
+        ('# nothing\n{}', 'a'),
         ('prefer: b', 'b'),
         ('prefer: [c, b]', 'c'),
         ('allow: [b, default]', 'b'),
@@ -114,6 +114,40 @@ def test_json_is_read(write, toy):
     assert toy.ran(SHORT, SHORT, flag=True) == 'b'
 
 
+@pytest.mark.parametrize('indent', [None, 1, '\t'])
+def test_whatever_json_writes_is_read(write, indent):
+    """Also what YAML 1.1 reads otherwise: tabs, exponents without a point, surrogate pairs, control characters."""
+    toy = Toy()
+    name = 'b\U0001f600\u2028\x7f"\\e1'
+    toy.add('a', priority=0)
+    content = {
+        'breaker': {'cooldown': 1e-05, 'probe_timeout': 2e20},
+        'boost': {toy.op: {'a': -1e22, 'default': 1.5e-7}},
+        'rules': [{'ops': toy.op, 'when': f'scale == {name!r}', 'use': 'default'}],
+    }
+    policy = load_policy(write(json.dumps(content, indent=indent), 'policy.json')).policy
+    assert policy.breaker.to_dict() == {'threshold': 5, **content['breaker']}
+    assert policy.to_dict()['boost'] == content['boost']
+    assert toy.ran() == 'a'
+    assert toy.ran(SHORT, SHORT, name) == 'default'
+
+
+def test_json_with_errors_names_their_lines(write):
+    path = write('{\n\t"perfer": 1e5,\n\t"prefer": ["qqq"]\n}', 'policy.json')
+    with pytest.raises(PolicyFileError) as caught:
+        read_policy(path)
+    first, second = caught.value.errors
+    assert first.startswith(f"{path}:2: unknown key 'perfer'")
+    assert second.startswith(f"{path}:3: unknown backend 'qqq'")
+
+
+@pytest.mark.parametrize('path', [b'policy.yaml', 3, None, Policy(prefer='a')])
+def test_what_is_no_path(path):
+    for door in (load_policy, read_policy):
+        with pytest.raises(TypeError, match='named by a path.*' + ('set_policy' if isinstance(path, Policy) else '')):
+            door(path)
+
+
 @pytest.mark.parametrize(
     ('text', 'line', 'words'),
     [
@@ -146,6 +180,25 @@ def test_json_is_read(write, toy):
         ('prefer: !!python/object:os.system a', 1, 'cannot be read'),
         ('? [a]\n: b', 1, 'a key is a word'),
         ('---\nprefer: a\n---\nprefer: b', 3, 'not YAML'),
+        ('', 1, 'says nothing'),
+        ('# prefer: a', 1, 'says nothing'),
+        ('null', 1, 'says nothing'),
+        ('3', 1, 'no mapping of keys'),
+        ('deny: a\nallow:', 2, 'allow has no value'),
+        ('prefer: []', 1, 'names nothing'),
+        ('rules:\n- null', 2, 'rules.0 is no mapping of keys'),
+        ('breaker: [1, 2]', 1, 'breaker is no mapping of keys'),
+        ('order: [a]', 1, 'order is no mapping'),
+        ('order:\n  TOY: 3', 2, 'order.TOY is no list'),
+        ('on_error: off', 1, 'write quotes'),
+        ('deny: [no]', 1, 'write quotes'),
+        ('rules:\n- ops: TOY\n  use: a\n  priority: 1e3', 4, '1.0e+3'),
+        ('rules:\n- ops: TOY\n  use: a\n  priority: ' + '9' * 400, 4, 'priority'),
+        ('boost: {TOY: {a: ' + '9' * 400 + '}}', 1, 'boost'),
+        ('breaker: {cooldown: ' + '9' * 400 + '}', 1, 'cooldown'),
+        ('prefer: !!python/object/apply:os.system [a]', 1, 'tag'),
+        ('boost: !!omap {TOY: {a: 1}}', 1, 'tag'),
+        ('{"deny": "\\ud83d"}', 1, 'deny'),
     ],
 )
 def test_every_error_names_its_line_and_changes_nothing(write, toy, text, line, words):
@@ -154,7 +207,9 @@ def test_every_error_names_its_line_and_changes_nothing(write, toy, text, line, 
     for door in (read_policy, load_policy):
         with pytest.raises(PolicyFileError) as caught:
             door(path)
+        words = words.replace('TOY', toy.op)
         assert any(one.startswith(f'{path}:{line}: ') and words in one for one in caught.value.errors), caught.value.errors
+        assert 'Model' not in str(caught.value)
     assert toy.ran() == 'b'
 
 
@@ -219,6 +274,21 @@ def test_the_environment_names_a_file(write, toy, monkeypatch, caplog):
     monkeypatch.delenv('FLA_STRICT')
     refresh()
     assert toy.ran() == 'a'
+
+
+def test_a_file_that_breaks_in_a_way_of_its_own_breaks_no_call(write, toy, monkeypatch, caplog):
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(write('rules:\n- {ops: TOY, use: b, priority: ' + '9' * 400 + '}')))
+    refresh()
+    with caplog.at_level(logging.ERROR, logger='fla'):
+        assert toy.ran() == 'a'
+    assert 'is left out' in caplog.text
+
+
+def test_a_file_of_the_environment_in_the_home(write, toy, monkeypatch):
+    monkeypatch.setenv('HOME', str(write('prefer: b').parent))
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', '~/policy.yaml')
+    refresh()
+    assert toy.ran() == 'b'
 
 
 def test_names_in_a_file_of_the_environment_are_looked_up_later(write, toy, monkeypatch, caplog):

@@ -15,7 +15,7 @@ from fla.ops.backends.config import names, text
 from fla.ops.backends.config.text import UNREAD, Errors, Reading
 from fla.ops.backends.errors import DispatchError
 from fla.ops.backends.policy import Policy, Rule, normalise
-from fla.ops.backends.versions import PolicyVersion
+from fla.ops.backends.versions import PolicyVersion, checked_path
 
 if TYPE_CHECKING:
     from fla.ops.backends.dispatcher import Dispatcher
@@ -81,7 +81,7 @@ def read(path: str | os.PathLike[str]) -> Draft:
         ImportError: without pydantic and pyyaml.
     """
     text.needed()
-    source = os.fspath(path)
+    source = checked_path(path)
     content = Path(source).read_bytes()
     errors: Errors = set()
     readings = tuple(text.read(content, errors))
@@ -96,21 +96,30 @@ def _policy(source: str, reading: Reading, errors: Errors) -> Policy | None:
 
     from fla.ops.backends.config.schema import PolicyModel, message
 
-    if reading.data is None:
-        reading.data = {}
     before = len(errors)
-    fields = {}
+    fields: dict[str, Any] = {}
     try:
         model = PolicyModel.model_validate(reading.data)
         fields = {k: v for k, v in model.model_dump(exclude={'rules'}).items() if v is not None}
     except ValidationError as error:
-        errors |= {(reading.line(e['loc']), message(e)) for e in error.errors() if e['input'] is not UNREAD}
+        said = [one for one in error.errors() if one['loc'] and one['input'] is not UNREAD]
+        errors |= {(reading.line(one['loc']), message(one)) for one in said}
     rules = _rules(source, reading, errors)
-    errors |= _boosted_twice(reading)
+    errors |= _boosted_twice(reading) | _nothing_said(reading)
     if len(errors) > before:
         return None
     places = {'.'.join(map(str, place)): line for place, line in reading.lines.items() if 0 < len(place) <= 2}
     return Policy(**fields, rules=rules, places=tuple((key, f'{source}:{line}') for key, line in places.items()))
+
+
+def _nothing_said(reading: Reading) -> Errors:
+    """A file that was truncated, or a key whose values are commented out, must not be taken for what allows everything."""
+    if reading.data is None:
+        return {(1, 'the file says nothing; a policy that says nothing is written {}')}
+    if not isinstance(reading.data, dict) and reading.data is not UNREAD:
+        return {(1, 'the file is no mapping of keys')}
+    said = names.entries(reading.data)
+    return {(reading.line((key,)), f'{key} has no value; leave it out') for key, value in said if value is None}
 
 
 def _rules(source: str, reading: Reading, errors: Errors) -> tuple[Rule, ...]:

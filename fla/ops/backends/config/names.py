@@ -7,7 +7,8 @@ hide the names beside it.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fla.ops.backends import logs
@@ -22,43 +23,44 @@ if TYPE_CHECKING:
     from fla.ops.backends.entry import Entry
 
 Said = Iterator[tuple[Place, str]]
+Words = Sequence[tuple[Place, str]]
 
 
 def problems(dispatcher: Dispatcher, data: Any) -> Said:
     """Every name that nobody knows, with its place. Imports the operations that are named."""
+    there = _There(dispatcher)
     for name in ('prefer', 'allow', 'deny'):
-        yield from _backends(dispatcher, _words(field(data, name), (name,)), None)
+        yield from there.lacks(words(field(data, name), (name,)), None)
     for name in ('order', 'lock'):
         for key, tokens in entries(field(data, name)):
-            said = _operation(dispatcher, key)
+            said = there.operation(key.strip())
             yield from (((name, key), text) for text in said)
-            yield from _backends(dispatcher, _words(tokens, (name, key)), None if said else [key.strip()])
+            yield from there.lacks(words(tokens, (name, key)), None if said else (key.strip(),))
     for glob, amounts in entries(field(data, 'boost')):
-        said = _glob(dispatcher, glob)
+        said = there.glob(glob.strip())
         yield from ((('boost', glob), text) for text in said)
-        words = [(('boost', glob, token), token) for token, _ in entries(amounts)]
-        yield from _backends(dispatcher, words, None if said else _operations(dispatcher, [glob]))
+        tokens = [(('boost', glob, token), token) for token, _ in entries(amounts)]
+        yield from there.lacks(tokens, None if said else there.operations((glob.strip(),)))
     for number, rule in rules_of(data):
-        yield from _of_rule(dispatcher, ('rules', number), rule)
+        yield from _of_rule(there, ('rules', number), rule)
 
 
-def _of_rule(dispatcher: Dispatcher, place: Place, rule: Mapping[str, Any]) -> Said:
+def _of_rule(there: _There, place: Place, rule: Mapping[str, Any]) -> Said:
     known, unknown = [], False
-    for at, glob in _words(rule.get('ops'), (*place, 'ops')):
-        said = _glob(dispatcher, glob)
+    for at, glob in words(rule.get('ops'), (*place, 'ops')):
+        said = there.glob(glob.strip())
         yield from ((at, text) for text in said)
         unknown = unknown or bool(said)
         if not said:
-            known.append(glob)
-    operations = None if unknown or not known else _operations(dispatcher, known)
-    yield from _backends(dispatcher, _words(rule.get('use'), (*place, 'use')), operations)
+            known.append(glob.strip())
+    operations = None if unknown or not known else there.operations(tuple(known))
+    yield from there.lacks(words(rule.get('use'), (*place, 'use')), operations)
     try:
         condition = condition_of(rule)
     except ConditionError:
         return
     if condition is not None:
-        functions = [function for glob in known for function in _functions(dispatcher, glob)]
-        yield from (((*place, 'when'), text) for text in _parameters(condition, functions))
+        yield from (((*place, 'when'), text) for text in there.parameters(condition, tuple(known)))
 
 
 # -- what has the right form ------------------------------------------------------------------------------------------------
@@ -92,7 +94,7 @@ def condition_of(rule: Mapping[str, Any]) -> Condition | None:
     return Condition(when) if isinstance(when, str) and when.strip() else None
 
 
-def _words(value: Any, place: Place) -> list[tuple[Place, str]]:
+def words(value: Any, place: Place) -> Words:
     """The words of a list, or of one that stands alone."""
     listed = [(place, value)] if isinstance(value, str) else []
     if isinstance(value, list):
@@ -107,74 +109,102 @@ def _literal(glob: str) -> str | None:
     return None if set(glob) & set('*?[') else glob
 
 
-def _operation(dispatcher: Dispatcher, name: str) -> list[str]:
-    try:
-        dispatcher.check_operation(name.strip())
-    except DispatchError as error:
-        return [str(error)]
-    except Exception as error:
-        return [f'{name!r} cannot be imported: {error_text(error)}']
-    return []
+def _once(method: Callable[..., Any]) -> Any:
+    """Asks once for each set of arguments: a file names the same things again and again, and each answer may mean looking
+    at the disk."""
+
+    @functools.wraps(method)
+    def ask(self: _There, *arguments: Any) -> Any:
+        key = (method.__name__, *arguments)
+        if key not in self.answers:
+            self.answers[key] = method(self, *arguments)
+        return self.answers[key]
+
+    return ask
 
 
-def _backends(dispatcher: Dispatcher, words: Sequence[tuple[Place, str]], operations: Sequence[str] | None) -> Said:
-    """Those that none of the operations has; None: that nobody has."""
-    tokens = tuple(dict.fromkeys(normalise(word) for _, word in words))
-    if not tokens:
-        return
-    asked: Sequence[str | None] = operations or [None]
-    unknown = set(tokens)
-    for name in asked:
-        unknown &= set(dispatcher.unknown_tokens(tuple(unknown), name))
-    known = {word for name in asked for word in dispatcher.words(name)} if unknown else set()
-    owners = sorted({repr(dispatcher.operation_of(name)) for name in asked if name})
-    where = f' of operation {" or ".join(owners)}' if owners else ''
-    for place, word in words:
-        token = normalise(word)
-        if token in unknown:
-            yield place, f'unknown backend {token!r}{where}.{nearest(token, known)}'
+class _There:
+    """What a namespace has, for the names of one policy."""
 
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.answers: dict[tuple[Any, ...], Any] = {}
 
-def _covered(dispatcher: Dispatcher, glob: str) -> list[str]:
-    """The operations that a glob may have functions of."""
-    head = glob.rpartition('.')[0]
-    return [o for o in dispatcher.discovery.operations() if fnmatch.fnmatchcase(o, glob) or fnmatch.fnmatchcase(o, head)]
-
-
-def _operations(dispatcher: Dispatcher, globs: Sequence[str]) -> list[str] | None:
-    """The operations of what is covered; None: all of them."""
-    found = []
-    for glob in map(str.strip, globs):
-        if glob == '*':
-            return None
-        name = _literal(glob)
-        found += [dispatcher.operation_of(name)] if name is not None else _covered(dispatcher, glob)
-    return list(dict.fromkeys(found)) or None
-
-
-def _functions(dispatcher: Dispatcher, glob: str) -> list[Entry]:
-    """The functions a glob covers, of operations that are imported for the question."""
-    glob = glob.strip()
-    for operation in _covered(dispatcher, glob):
+    @_once
+    def operation(self, name: str) -> list[str]:
+        """What is wrong with the name of an operation or function; empty if there is one."""
         try:
-            dispatcher.import_operation(operation)
+            self.dispatcher.check_operation(name)
+        except DispatchError as error:
+            return [str(error)]
         except Exception as error:
-            logs.warn_once(('policy', operation), '%s cannot be imported: %s', operation, error_text(error))
-    return [entry for entry in dispatcher.functions().values() if covers(glob, entry.operation, entry.name)]
-
-
-def _glob(dispatcher: Dispatcher, glob: str) -> list[str]:
-    glob = glob.strip()
-    if _literal(glob) is not None:
-        return _operation(dispatcher, glob)
-    operations = dispatcher.discovery.operations()
-    if any(fnmatch.fnmatchcase(operation, glob) for operation in operations) or _functions(dispatcher, glob):
+            return [f'{name!r} cannot be imported: {error_text(error)}']
         return []
-    close = nearest(glob.partition('.')[0].strip('*'), operations)
-    return [f'{glob!r} covers no operation and no function.{close} Known operations: {", ".join(operations)}']
 
+    @_once
+    def glob(self, glob: str) -> list[str]:
+        """What is wrong with a glob; empty if it covers something."""
+        if _literal(glob) is not None:
+            return list(self.operation(glob))
+        known = self.known()
+        if any(fnmatch.fnmatchcase(operation, glob) for operation in known) or self.functions(glob):
+            return []
+        close = nearest(glob.partition('.')[0].strip('*'), known)
+        return [f'{glob!r} covers no operation and no function.{close} Known operations: {", ".join(known)}']
 
-def _parameters(condition: Condition, functions: Iterable[Entry]) -> list[str]:
-    """A rule over several functions is for those that have its parameters; where there is none, what the closest lacks."""
-    found = [[f'{entry.key}: {text}' for text in condition.problems(entry.signature)] for entry in functions]
-    return min(found, key=len, default=[])
+    @_once
+    def known(self) -> list[str]:
+        """Every operation."""
+        return self.dispatcher.discovery.operations()
+
+    @_once
+    def covered(self, glob: str) -> list[str]:
+        """The operations that a glob may have functions of."""
+        head = glob.rpartition('.')[0]
+        return [o for o in self.known() if fnmatch.fnmatchcase(o, glob) or fnmatch.fnmatchcase(o, head)]
+
+    @_once
+    def operations(self, globs: tuple[str, ...]) -> tuple[str, ...] | None:
+        """The operations of what is covered; None: all of them."""
+        found: list[str] = []
+        for glob in globs:
+            if glob == '*':
+                return None
+            name = _literal(glob)
+            found += [self.dispatcher.operation_of(name)] if name is not None else self.covered(glob)
+        return tuple(dict.fromkeys(found)) or None
+
+    @_once
+    def functions(self, glob: str) -> list[Entry]:
+        """The functions a glob covers, of operations that are imported for the question."""
+        for operation in self.covered(glob):
+            try:
+                self.dispatcher.import_operation(operation)
+            except Exception as error:
+                logs.warn_once(('policy', operation), '%s cannot be imported: %s', operation, error_text(error))
+        return [entry for entry in self.dispatcher.functions().values() if covers(glob, entry.operation, entry.name)]
+
+    @_once
+    def parameters(self, condition: Condition, globs: tuple[str, ...]) -> list[str]:
+        """A rule over several functions is for those that have its parameters; where none has, what the closest lacks."""
+        functions = [entry for glob in globs for entry in self.functions(glob)]
+        found = [[f'{entry.key}: {text}' for text in condition.problems(entry.signature)] for entry in functions]
+        return min(found, key=len, default=[])
+
+    @_once
+    def unknown(self, token: str, operations: tuple[str, ...] | None) -> str:
+        """What is to be said of a token that none of the operations has (None: that nobody has), empty if one has it."""
+        asked: Sequence[str | None] = operations or [None]
+        if not all(self.dispatcher.unknown_tokens((token,), name) for name in asked):
+            return ''
+        known = {word for name in asked for word in self.dispatcher.words(name)}
+        owners = sorted({repr(self.dispatcher.operation_of(name)) for name in asked if name})
+        where = f' of operation {" or ".join(owners)}' if owners else ''
+        return f'unknown backend {token!r}{where}.{nearest(token, known)}'
+
+    def lacks(self, words: Words, operations: tuple[str, ...] | None) -> Said:
+        """The words that name no backend of these operations; None: of any."""
+        for place, word in words:
+            said = self.unknown(normalise(word), operations)
+            if said:
+                yield place, said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -73,6 +74,24 @@ def message(error: Any) -> str:
         return f'unknown key {place[-1]!r}{where}.{nearest(str(place[-1]), known)} Known: {", ".join(known)}'
     if error['type'] == 'missing':
         return f'{name} is missing'
+    if error['type'] in _KINDS:
+        return f'{name} is no {_KINDS[error["type"]]}, got {came!r:.80}'
+    if error['type'] == 'too_short':
+        return f'{name} names nothing; leave it out'
     close = nearest(came, ('raise', 'fallback')) if error['type'] == 'literal_error' and isinstance(came, str) else ''
     text = error['msg'][:1].lower() + error['msg'][1:]
-    return f'{name or "the file"}: {text}, got {came!r:.80}.{close}'
+    return f'{name}: {text}, got {came!r:.80}.{close}{_misread(came, error["type"])}'
+
+
+# pydantic would name its own classes
+_KINDS = {'model_type': 'mapping of keys', 'dict_type': 'mapping', 'list_type': 'list, and no word'}
+_EXPONENT = re.compile(r'[-+]?\d+(\.\d*)?[eE]\d+|[-+]?\d+[eE][-+]\d+')
+
+
+def _misread(came: Any, kind: str) -> str:
+    """What YAML makes of some values, to the surprise of many."""
+    if isinstance(came, bool) and kind in ('literal_error', 'string_type'):
+        return ' YAML reads bare on, off, yes and no as true and false: write quotes'
+    if isinstance(came, str) and _EXPONENT.fullmatch(came):
+        return ' YAML reads a number with an exponent if it has a point and a sign: 1.0e+3'
+    return ''

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +36,7 @@ def read(content: bytes, errors: Errors) -> Iterator[Reading]:
     """The readings of a text; `errors` gains (line, what) for all that is wrong with it. None where it is no YAML."""
     yaml = needed()
     loader = None
+    content = _json_as_yaml(content)
     try:
         for event in yaml.parse(content, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
@@ -43,7 +46,7 @@ def read(content: bytes, errors: Errors) -> Iterator[Reading]:
         number = again = 0
         while number <= again:
             reader = _Reader(loader, number, errors)
-            made = Reading({} if node is None else reader.plain(node, ()), reader.lines)
+            made = Reading(None if node is None else reader.plain(node, ()), reader.lines)
             yield made
             number, again = number + 1, reader.again
     except yaml.YAMLError as error:
@@ -71,6 +74,37 @@ def needed() -> Any:
     return yaml
 
 
+# Of a text that is JSON: what YAML 1.1 reads otherwise. Whitespace counts outside of strings alone.
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?[eE][-+]?\d+|\t')
+
+
+def _json_as_yaml(content: bytes) -> bytes:
+    """JSON that every reader of YAML 1.1 reads, line by line as it was: without tabs between the values, with a point and a
+    sign in numbers with an exponent, and without surrogates. What is not JSON stays as it is."""
+    try:
+        json.loads(content)
+        text = content.decode(json.detect_encoding(content)).removeprefix('\ufeff')
+    except (ValueError, RecursionError):
+        return content
+    return _JSON_TOKEN.sub(_as_yaml, text).encode()
+
+
+def _as_yaml(token: re.Match[str]) -> str:
+    text = token.group()
+    if text == '\t':
+        return ' '
+    if text[0] == '"':
+        return f'"{"".join(map(_escaped, json.loads(text)))}"'
+    digits, _, exponent = text.lower().partition('e')
+    point = '' if '.' in digits else '.0'
+    return f'{digits}{point}e{exponent if exponent[0] in "+-" else f"+{exponent}"}'
+
+
+def _escaped(character: str) -> str:
+    plain = ' ' <= character <= '~' and character not in '"\\'
+    return character if plain else f'\\U{ord(character):08x}'
+
+
 class _Reader:
     """One reading: of a key that stands several times, the value that is that many places after the first.
 
@@ -91,6 +125,9 @@ class _Reader:
             raise ValueError(f'more than {_MOST_VALUES} values')
         line = node.start_mark.line + 1
         self.lines.setdefault(place, line)
+        if node.id != 'scalar' and node.tag not in ('tag:yaml.org,2002:map', 'tag:yaml.org,2002:seq'):
+            self.errors.add((line, f'the tag {node.tag!r} is not read'))
+            return UNREAD
         if node.id == 'mapping':
             return self._mapping(node, place)
         if node.id == 'sequence':
