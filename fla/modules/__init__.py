@@ -4,11 +4,20 @@
 from __future__ import annotations
 
 from fla.modules.convolution import ShortConvolution
+from fla.modules.fused_cross_entropy import FusedCrossEntropyLoss
+from fla.modules.fused_linear_cross_entropy import FusedLinearCrossEntropyLoss
 from fla.modules.fused_norm_gate import FusedRMSNormGated
 from fla.modules.layernorm import RMSNorm
 from fla.modules.rotary import RotaryEmbedding
 
-__all__ = ['FusedRMSNormGated', 'RMSNorm', 'RotaryEmbedding', 'ShortConvolution']
+__all__ = [
+    'FusedCrossEntropyLoss',
+    'FusedLinearCrossEntropyLoss',
+    'FusedRMSNormGated',
+    'RMSNorm',
+    'RotaryEmbedding',
+    'ShortConvolution',
+]
 
 TYPE_CHECKING = False
 if not TYPE_CHECKING:  # a type checker would take any name for one that exists

@@ -15,6 +15,8 @@ PATHS = {
     'fla.modules.layernorm': ['rms_norm', 'RMSNorm'],
     'fla.modules.fused_norm_gate': ['rms_norm_gated', 'FusedRMSNormGated'],
     'fla.modules.convolution': ['causal_conv1d', 'causal_conv1d_update', 'ShortConvolution'],
+    'fla.modules.fused_cross_entropy': ['cross_entropy_loss', 'FusedCrossEntropyLoss'],
+    'fla.modules.fused_linear_cross_entropy': ['fused_linear_cross_entropy_loss', 'FusedLinearCrossEntropyLoss'],
     'fla.modules.rotary': ['rotary_embedding', 'RotaryEmbedding', 'rotary_embedding_ref'],
     'fla.modules.activations': ['swiglu', 'swiglu_linear', 'silu_and_mul'],
 }
@@ -30,6 +32,10 @@ SIGNATURES = {
     'rotary.rotary_embedding': 'x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None',
     'convolution.causal_conv1d': 'x, weight, bias=None, residual=None, initial_state=None, output_final_state=False, '
     'activation=None, cu_seqlens=None',
+    'fused_cross_entropy.cross_entropy_loss': 'logits, target, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, '
+    'logit_softcapping=None, ignore_index=-100, inplace_backward=False, process_group=None',
+    'fused_linear_cross_entropy.fused_linear_cross_entropy_loss': 'x, target, weight, bias=None, ignore_index=-100, '
+    "label_smoothing=0.0, logit_scale=1.0, logit_softcapping=None, num_chunks=8, reduction='mean'",
     'convolution.causal_conv1d_update': 'x, cache, residual=None, weight=None, bias=None, activation=None',
 }
 
@@ -61,6 +67,10 @@ CALLS = {
     'activations.silu_and_mul': lambda x: (x,),
     'activations.swiglu_linear': lambda x: (x, x, x[0], None),
     'rotary.rotary_embedding': lambda x: (x[:, :, None], x[0, :, :3], x[0, :, :3]),
+    'fused_cross_entropy.cross_entropy_loss': lambda x: (x[0], torch.arange(8, device=x.device) % 6),
+    'fused_linear_cross_entropy.fused_linear_cross_entropy_loss': lambda x: (
+        *(x[0], torch.arange(8, device=x.device) % 6, x[1, :6]),
+    ),
     'convolution.causal_conv1d': lambda x: (x, x[0, :4].t()),
     'convolution.causal_conv1d_update': lambda x: (x[:, 0], x[:, :4].transpose(1, 2).clone(), None, x[0, :4].t()),
 }
@@ -80,7 +90,7 @@ def test_meta_tensors_compile_and_autocast(name):
     compiled = torch.compile(call, fullgraph=True, backend='aot_eager')(*CALLS[name](x))
     torch.testing.assert_close(compiled, expected)
 
-    if function != 'swiglu_linear':  # a linear map is what autocast is for
+    if function not in ('swiglu_linear', 'fused_linear_cross_entropy_loss'):  # a linear map is what autocast is for
         with torch.autocast('cpu', torch.bfloat16):
             torch.testing.assert_close(call(*CALLS[name](x)), expected, rtol=0, atol=0)
 

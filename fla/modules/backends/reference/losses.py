@@ -2,6 +2,97 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import distributed
+
+from fla.ops.common.gates import wide
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the ranks of a group, each of which goes on with the same numbers: the gradient of a rank's term is that
+    of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        x = x.contiguous().clone()
+        distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError('cross_entropy_loss with a process_group is differentiable once: leave out create_graph=True')
+        return gradient, None
+
+
+def _lse_and_picked(
+    v: torch.Tensor, target: torch.Tensor, group: ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of rows of `[N, V]`: the logarithm of the sum of exponentials, the number that the target names, and the mean."""
+    if group is None:
+        picked = v.gather(1, target.clamp(0, v.shape[1] - 1).long()[:, None])[:, 0]
+        return v.logsumexp(1), picked, v.mean(1)
+    maximum = v.detach().amax(1)
+    distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=group)
+    local = target.long() - v.shape[1] * group.rank()
+    here = (local >= 0) & (local < v.shape[1])
+    picked = torch.where(here, v.gather(1, local.clamp(0, v.shape[1] - 1)[:, None])[:, 0], 0.0)
+    own = torch.stack([(v - maximum[:, None]).exp().sum(1), picked, v.sum(1)])
+    total: torch.Tensor = _Summed.apply(own, group)  # type: ignore[no-untyped-call]
+    return maximum + total[0].log(), total[1], total[2] / (v.shape[1] * group.size())
+
 
 class ReferenceLosses:
     """Methods of `Reference` for cross entropies."""
+
+    def cross_entropy_loss(
+        self,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        lse_square_scale: float = 0.0,
+        logit_softcapping: float | None = None,
+        ignore_index: int = -100,
+        inplace_backward: bool = False,  # a permission, not made use of
+        process_group: ProcessGroup | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        v = wide(logits) * logit_scale
+        if logit_softcapping is not None:
+            v = logit_softcapping * torch.tanh(v / logit_softcapping)
+        lse, picked, mean = _lse_and_picked(v, target, process_group)
+        z_losses = lse_square_scale * lse.square()
+        losses = (1.0 - label_smoothing) * (lse - picked) + z_losses
+        if label_smoothing:
+            losses = losses + label_smoothing * (lse - mean)
+        classes = v.shape[1] * (1 if process_group is None else process_group.size())
+        losses = torch.where((target >= 0) & (target < classes), losses, float('nan'))
+        ignored = target == ignore_index
+        return torch.where(ignored, 0.0, losses), torch.where(ignored, 0.0, z_losses).detach()
+
+    def fused_linear_cross_entropy_loss(
+        self,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        logit_softcapping: float | None = None,
+        num_chunks: int = 8,  # of the logits, which are whole here
+        reduction: str = 'mean',
+    ) -> torch.Tensor:
+        logits = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        losses, _ = self.cross_entropy_loss(
+            logits, target.reshape(-1), label_smoothing, logit_scale, 0.0, logit_softcapping, ignore_index
+        )
+        if reduction == 'none':
+            return losses.reshape(target.shape)
+        return losses.sum() if reduction == 'sum' else losses.sum() / (target != ignore_index).sum()

@@ -1,0 +1,202 @@
+"""Cross entropy of logits, with what large vocabularies are trained with: scale, soft cap, smoothing, z-loss, shards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fla.modules.checks import check_choice, check_floating
+from fla.ops.backends import check_tensors, dispatch, runs_on_triton
+from fla.ops.common.checks import _readable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class CrossEntropyOnTriton(runs_on_triton):
+    """float64 is for the reference: the kernels compute in float32."""
+
+    dtypes = {'logits': (torch.float16, torch.bfloat16, torch.float32)}
+
+
+def check_loss(
+    target: torch.Tensor,
+    rows: int | torch.SymInt,
+    classes: int | torch.SymInt,
+    label_smoothing: float,
+    logit_scale: object,
+    logit_softcapping: float | None,
+    ignore_index: int,
+    check_values: bool,
+) -> None:
+    """What both cross entropies take: `target` `[rows]`, of integers below `classes`, and numbers in their ranges."""
+    if target.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f'target must be int32 or int64, got {target.dtype}')
+    if target.dim() != 1 or target.shape[0] != rows:
+        raise ValueError(f'target must be [N] = [{rows}], got {list(target.shape)}')
+    if type(ignore_index) is not int:
+        raise TypeError(f'ignore_index must be an int, got {type(ignore_index).__name__}')
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f'label_smoothing must be between 0 and 1, got {label_smoothing}')
+    if not isinstance(logit_scale, (int, float)):
+        raise TypeError(f'logit_scale must be a number, got {type(logit_scale).__name__}')
+    if logit_softcapping is not None and not logit_softcapping > 0:
+        raise ValueError(f'logit_softcapping must be positive or None, got {logit_softcapping}')
+    if check_values or _readable(target):
+        bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
+        if bool(bad.any()):
+            worst = int(target[bad][0])
+            raise ValueError(f'target must be in [0, {classes}) or ignore_index = {ignore_index}, got {worst}')
+
+
+def _check(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    label_smoothing: float,
+    logit_scale: float,
+    logit_softcapping: float | None,
+    ignore_index: int,
+    process_group: ProcessGroup | None,
+    check_values: bool,
+) -> None:
+    check_floating(logits=logits)
+    check_tensors(logits=logits, target=target)
+    if logits.dim() != 2 or logits.shape[1] < 1:
+        raise ValueError(f'logits must be [N, V] with V at least 1, got shape {list(logits.shape)}')
+    shards = check_group(process_group)
+    rows, classes = logits.shape[0], logits.shape[1] * shards
+    check_loss(target, rows, classes, label_smoothing, logit_scale, logit_softcapping, ignore_index, check_values)
+
+
+def check_group(process_group: object) -> int:
+    """How many ranks it has."""
+    if process_group is None:
+        return 1
+    if not torch.distributed.is_available():
+        raise RuntimeError('process_group: this PyTorch was built without torch.distributed; pass None')
+    if not isinstance(process_group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f'process_group must be a torch.distributed.ProcessGroup or None, got {type(process_group).__name__}; '
+            'make one by torch.distributed.new_group()'
+        )
+    return process_group.size()
+
+
+# the backward may write over the logits: nobody may run a call again
+@dispatch('modules', check=_check, default_verifier=CrossEntropyOnTriton, mutates=('logits',))
+def cross_entropy_loss(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    logit_softcapping: float | None = None,
+    ignore_index: int = -100,
+    inplace_backward: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy of each row, `lse(v) - (1 - e) v[target] - e mean(v) + lse_square_scale lse(v)^2`, in at least float32,
+    where `v = cap tanh(logit_scale logits / cap)` and e is the label smoothing.
+
+    Args:
+        logits: `[N, V]`, float16, bfloat16, float32 or float64.
+        target: `[N]`, int32 or int64, in `[0, V)`. Rows whose target is `ignore_index` have loss and gradient 0. On a GPU,
+            where reading it would wait, any other number makes the loss of its row NaN.
+        label_smoothing: e, the part of the target's weight that is spread over all classes.
+        logit_scale, logit_softcapping: scale first, then the cap; None: no cap.
+        lse_square_scale: weight of the z-loss.
+        inplace_backward: the gradient may be written over the logits, which then must not be read after the backward pass.
+            Done in eager code on a GPU, unless the logits are a leaf, or a view of one; saves memory for N V numbers.
+        process_group: its ranks hold V columns each, in the order of the ranks, and the same targets, in `[0, V * ranks)`.
+            Every rank gets the loss of whole rows, and the gradient of its own columns. Differentiable once.
+
+    Returns:
+        losses and z_losses, `[N]`, float32 (float64 for float64). The losses include z_losses, which are for logging and
+        have no gradient.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+        RuntimeError: for a process group where there is no torch.distributed.
+
+    Source: the z-loss of Chowdhery et al. 2022, "PaLM", arXiv 2204.02311; label smoothing of Szegedy et al. 2016,
+    "Rethinking the Inception Architecture", arXiv 1512.00567; the soft cap of Gemma Team 2024, "Gemma 2", arXiv 2408.00118.
+    """
+    from fla.modules.kernels.losses import cross_entropy
+
+    return cross_entropy(
+        logits,
+        target,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        lse_square_scale=lse_square_scale,
+        logit_softcapping=logit_softcapping,
+        ignore_index=ignore_index,
+        inplace_backward=inplace_backward,
+        process_group=process_group,
+    )
+
+
+REDUCTIONS = ('mean', 'sum', 'none')
+
+
+def reduced(losses: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str) -> torch.Tensor:
+    """Losses `[N]`, which are 0 where the target is ignored: their mean over the others (NaN where there are none), their
+    sum, or themselves."""
+    if reduction == 'none':
+        return losses
+    total = losses.sum()
+    return total if reduction == 'sum' else total / (target != ignore_index).sum()
+
+
+class FusedCrossEntropyLoss(nn.Module):
+    """`cross_entropy_loss`, reduced.
+
+    Args:
+        reduction: 'mean' over the targets that are not ignored, 'sum' or 'none'.
+        return_z_loss: return the pair of the loss and its part from the z-loss, reduced alike and without a gradient.
+        ignore_index and the others: of the function.
+
+    Raises:
+        ValueError: for an unknown reduction.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        reduction: str = 'mean',
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        lse_square_scale: float = 0.0,
+        logit_softcapping: float | None = None,
+        inplace_backward: bool = False,
+        process_group: ProcessGroup | None = None,
+        return_z_loss: bool = False,
+    ) -> None:
+        super().__init__()
+        check_choice('reduction', reduction, REDUCTIONS)
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.logit_scale, self.lse_square_scale, self.logit_softcapping = logit_scale, lse_square_scale, logit_softcapping
+        self.inplace_backward, self.process_group, self.return_z_loss = inplace_backward, process_group, return_z_loss
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The loss of logits `[N, V]` and target `[N]`: a number, or `[N]`."""
+        losses, z_losses = cross_entropy_loss(
+            input,
+            target,
+            self.label_smoothing,
+            self.logit_scale,
+            self.lse_square_scale,
+            self.logit_softcapping,
+            self.ignore_index,
+            self.inplace_backward,
+            self.process_group,
+        )
+        loss = reduced(losses, target, self.ignore_index, self.reduction)
+        if not self.return_z_loss:
+            return loss
+        return loss, reduced(z_losses, target, self.ignore_index, self.reduction)
+
+    def extra_repr(self) -> str:
+        return f'reduction={self.reduction}, ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}'

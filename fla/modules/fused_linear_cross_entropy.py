@@ -1,0 +1,140 @@
+"""A linear map to a vocabulary and the cross entropy of what comes out, without ever holding all logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fla.modules.checks import check_choice, check_dims, check_floating, check_shape, under_autocast
+from fla.modules.fused_cross_entropy import REDUCTIONS, check_loss
+from fla.ops.backends import check_tensors, dispatch, runs_on_triton
+
+
+class LinearCrossEntropyOnTriton(runs_on_triton):
+    """float64 is for the reference: the kernels compute in float32."""
+
+    dtypes = {'x': (torch.float16, torch.bfloat16, torch.float32)}
+
+
+def _check(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    logit_scale: float,
+    logit_softcapping: float | None,
+    num_chunks: int,
+    reduction: str,
+    check_values: bool,
+) -> None:
+    check_floating(x=x, weight=weight, bias=bias)
+    check_tensors(x=x, target=target)
+    check_dims('x', x, 2, '[..., D]')
+    if weight.dim() != 2 or weight.shape[0] < 1:
+        raise ValueError(f'weight must be [V, D] with V at least 1, got shape {list(weight.shape)}')
+    check_shape('weight', weight, (weight.shape[0], x.shape[-1]), '[V, D]')
+    check_shape('bias', bias, weight.shape[:1], '[V]')
+    for name, tensor in (('weight', weight), ('bias', bias)):
+        if tensor is not None and tensor.dtype != x.dtype and not under_autocast(x):
+            raise TypeError(f'{name} must have the dtype of x, {x.dtype}, outside autocast, got {tensor.dtype}')
+    check_shape('target', target, x.shape[:-1], 'one number for each x')
+    check_choice('reduction', reduction, REDUCTIONS)
+    if type(num_chunks) is not int or num_chunks < 1:
+        raise ValueError(f'num_chunks must be an int of at least 1, got {num_chunks}')
+    flat, classes = target.reshape(-1), weight.shape[0]
+    check_loss(flat, flat.shape[0], classes, label_smoothing, logit_scale, logit_softcapping, ignore_index, check_values)
+
+
+@dispatch('modules', check=_check, default_verifier=LinearCrossEntropyOnTriton)
+def fused_linear_cross_entropy_loss(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    logit_softcapping: float | None = None,
+    num_chunks: int = 8,
+    reduction: str = 'mean',
+) -> torch.Tensor:
+    """`cross_entropy_loss(linear(x, weight, bias), target)`, reduced. On a GPU the logits exist for one chunk of rows at a
+    time.
+
+    Args:
+        x: `[..., D]`, float16, bfloat16, float32 or float64.
+        target: `[...]`, int32 or int64, in `[0, V)`; see `cross_entropy_loss`.
+        weight: `[V, D]`; bias: `[V]`; the dtype of x, under autocast any. The logits have that dtype (autocast's), too.
+        ignore_index, label_smoothing, logit_scale, logit_softcapping: of `cross_entropy_loss`.
+        num_chunks: how many chunks the rows are cut into. More take less memory and, where they get short, more time.
+        reduction: 'mean' over the targets that are not ignored (NaN if all are), 'sum' or 'none'.
+
+    Returns:
+        A number, or `[...]`; float32 (float64 for float64).
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+
+    Source: Hsu et al. 2024, "Liger Kernel", arXiv 2410.10989, where gradients are computed in the forward, chunk by chunk.
+    """
+    from fla.modules.kernels.losses import linear_cross_entropy
+
+    return linear_cross_entropy(
+        x,
+        target,
+        weight,
+        bias,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        logit_softcapping=logit_softcapping,
+        num_chunks=num_chunks,
+        reduction=reduction,
+    )
+
+
+class FusedLinearCrossEntropyLoss(nn.Module):
+    """`fused_linear_cross_entropy_loss`, with its numbers kept. The weight is the caller's: the last layer of a model.
+
+    Args:
+        As for the function.
+
+    Raises:
+        ValueError: for an unknown reduction.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        logit_softcapping: float | None = None,
+        num_chunks: int = 8,
+        reduction: str = 'mean',
+    ) -> None:
+        super().__init__()
+        check_choice('reduction', reduction, REDUCTIONS)
+        self.ignore_index, self.label_smoothing, self.logit_scale = ignore_index, label_smoothing, logit_scale
+        self.logit_softcapping, self.num_chunks, self.reduction = logit_softcapping, num_chunks, reduction
+
+    def forward(
+        self, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The loss of x `[B, T, D]` and target `[B, T]`."""
+        return fused_linear_cross_entropy_loss(
+            x,
+            target,
+            weight,
+            bias,
+            self.ignore_index,
+            self.label_smoothing,
+            self.logit_scale,
+            self.logit_softcapping,
+            self.num_chunks,
+            self.reduction,
+        )
+
+    def extra_repr(self) -> str:
+        return f'reduction={self.reduction}, num_chunks={self.num_chunks}, ignore_index={self.ignore_index}'

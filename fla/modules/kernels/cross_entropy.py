@@ -1,0 +1,249 @@
+"""Cross entropy of rows of logits: one pass forward, one backward, both at the speed of reading the logits.
+
+With v the logits after scale and cap, m their maximum and s = sum e^(v - m), what is kept of a row for the backward is m and
+log s, apart: their sum would round away what is left of logits of a few hundred.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fla.ops.common.triton_call import on_device_of
+
+
+@triton.jit
+def _tanh(y):
+    """Without losing small values: 1 - 2 / (e^2y + 1) is off by 6e-8 of 1, not of y."""
+    square = y * y
+    series = 62.0 / 2835 + square * (-1382.0 / 155925)
+    series = 2.0 / 15 + square * (-17.0 / 315 + square * series)
+    series = y + y * square * (-1.0 / 3 + square * series)
+    # e^2y overflows to the right limit
+    return tl.where(square < 0.0625, series, 1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
+
+
+@triton.jit
+def _transformed(x, scale, cap, CAPPED: tl.constexpr):
+    v = x.to(tl.float32) * scale
+    if CAPPED:
+        v = cap * _tanh(v / cap)
+    return v
+
+
+@triton.jit(do_not_specialize=['target_row', 'classes', 'first', 'ignore_index'])
+def _forward(
+    logits,
+    target,
+    losses,
+    z_losses,
+    maximum,
+    log_sum,
+    row_stride,
+    target_row,
+    V,
+    classes,
+    first,
+    ignore_index,
+    scale,
+    cap,
+    smoothing,
+    lse_square,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (N,): a program reads a row once.
+
+    Args:
+        logits: `[N, V]`, columns `first` to `first + V` of all `classes`.
+        target: `[N]`. One that is no class makes its loss NaN.
+        losses, z_losses: float32 `[N]`; with PARTIAL the target's logit, 0 where another shard has it, and the sum of the
+            logits instead.
+        maximum, log_sum: float32 `[N]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    wanted = tl.load(target + row * target_row).to(tl.int64)
+    ignored = wanted == ignore_index
+    at = logits + row * row_stride
+    m = -float('inf')
+    s = 0.0
+    total = 0.0
+    # of a row that is ignored nothing is read
+    for start in range(0, tl.where(ignored, 0, V), BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        inside = col < V
+        v = _transformed(tl.load(at + col, mask=inside, other=0.0), scale, cap, CAPPED)
+        if SMOOTHED:
+            total += tl.sum(tl.where(inside, v, 0.0))
+        v = tl.where(inside, v, -float('inf'))
+        larger = tl.maximum(m, tl.max(v))
+        # of nothing but -inf
+        shift = tl.where(larger == -float('inf'), 0.0, larger)
+        s = s * tl.exp(m - shift) + tl.sum(tl.exp(v - shift))
+        m = larger
+    log_s = tl.log(s)
+    local = wanted - first
+    here = (local >= 0) & (local < V) & ~ignored
+    picked = _transformed(tl.load(at + local, mask=here, other=0.0), scale, cap, CAPPED)
+    if PARTIAL:
+        loss = tl.where(here, picked, 0.0)
+        z_loss = total
+    else:
+        loss = log_s + (m - picked)
+        if SMOOTHED:
+            loss = (1.0 - smoothing) * loss + smoothing * (log_s + (m - total / V))
+        lse = m + log_s
+        z_loss = lse_square * lse * lse
+        known = (wanted >= 0) & (wanted < classes)
+        loss = tl.where(known, loss + z_loss, float('nan'))
+    tl.store(losses + row, tl.where(ignored, 0.0, loss))
+    tl.store(z_losses + row, tl.where(ignored, 0.0, z_loss))
+    tl.store(maximum + row, tl.where(ignored, 0.0, m))
+    tl.store(log_sum + row, tl.where(ignored, 0.0, log_s))
+
+
+@triton.jit(do_not_specialize=['target_row', 'd_row', 'classes', 'first', 'ignore_index'])
+def _backward(
+    logits,
+    target,
+    maximum,
+    log_sum,
+    dlosses,
+    dlogits,
+    row_stride,
+    out_stride,
+    target_row,
+    d_row,
+    V,
+    classes,
+    first,
+    ignore_index,
+    scale,
+    cap,
+    smoothing,
+    lse_square,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (N, ceil(V / BLOCK)): a program writes a piece of a row. `dlogits` may be the logits themselves."""
+    row = tl.program_id(0).to(tl.int64)
+    wanted = tl.load(target + row * target_row).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < V
+    out = dlogits + row * out_stride + col
+    if wanted == ignore_index:
+        tl.store(out, tl.zeros([BLOCK], dlogits.dtype.element_ty), mask=inside)
+    else:
+        m = tl.load(maximum + row)
+        log_s = tl.load(log_sum + row)
+        known = (wanted >= 0) & (wanted < classes)
+        d = tl.where(known, tl.load(dlosses + row * d_row).to(tl.float32) * scale, float('nan'))
+        v = _transformed(tl.load(logits + row * row_stride + col, mask=inside, other=0.0), scale, cap, CAPPED)
+        p = tl.exp(v - m - log_s)
+        gradient = p * (1.0 + 2.0 * lse_square * (m + log_s))
+        gradient -= tl.where(col == wanted - first, 1.0 - smoothing, 0.0)
+        if SMOOTHED:
+            gradient -= smoothing / classes
+        if CAPPED:
+            gradient *= (1.0 - v / cap) * (1.0 + v / cap)
+        tl.store(out, (gradient * d).to(dlogits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scaled(x, factor, y, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
+    tl.store(y + at, values.to(y.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a loss depends on beside logits and target. `logit_softcapping` 0: none. `first` and `classes`: where the columns
+    at hand begin, and how many all shards have together."""
+
+    label_smoothing: float
+    logit_scale: float
+    lse_square_scale: float
+    logit_softcapping: float
+    ignore_index: int
+    first: int
+    classes: int
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """For either kernel, between the sizes and the flags."""
+        return (
+            *(self.classes, self.first, self.ignore_index, self.logit_scale, self.logit_softcapping),
+            *(self.label_smoothing, self.lse_square_scale),
+        )
+
+
+def in_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Logits, or a copy, whose columns are neighbours."""
+    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+
+
+def _block(V: int, most: int) -> tuple[int, int]:
+    """Columns that a program holds at a time, and its warps, of which there are no more than 8."""
+    block = min(triton.next_power_of_2(V), most)
+    return block, max(1, min(8, block // 512))
+
+
+def launch_forward(
+    logits: torch.Tensor, target: torch.Tensor, options: Options, partial: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """losses, z_losses, maximum, log_sum, each float32 `[N]`; see `_forward`. The logits are `in_rows`."""
+    count, V = logits.shape
+    losses, z_losses, maximum, log_sum = (torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(4))
+    if count:
+        block, warps = _block(V, 8192)
+        with on_device_of(logits):
+            _forward[(count,)](
+                *(logits, target, losses, z_losses, maximum, log_sum, logits.stride(0), target.stride(0), V),
+                *options.numbers,
+                *(options.logit_softcapping != 0, options.label_smoothing != 0, partial, block),
+                num_warps=warps,
+            )
+    return losses, z_losses, maximum, log_sum
+
+
+def launch_backward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    maximum: torch.Tensor,
+    log_sum: torch.Tensor,
+    dlosses: torch.Tensor,
+    dlogits: torch.Tensor,
+    options: Options,
+) -> None:
+    """Writes the gradient of the logits into `dlogits`, which may be the logits. Both are `in_rows`."""
+    count, V = logits.shape
+    if count == 0:
+        return
+    block, warps = _block(V, 4096)
+    grid: tuple[Any, ...] = (count, triton.cdiv(V, block))
+    with on_device_of(logits):
+        _backward[grid](
+            *(logits, target, maximum, log_sum, dlosses, dlogits, logits.stride(0), dlogits.stride(0)),
+            *(target.stride(0), dlosses.stride(0), V),
+            *options.numbers,
+            *(options.logit_softcapping != 0, options.label_smoothing != 0, block),
+            num_warps=warps,
+        )
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """`factor x` of a contiguous x, with the factor, a float32 number, not rounded to x's dtype first as PyTorch would."""
+    y = torch.empty_like(x)
+    if x.numel():
+        with on_device_of(x):
+            _scaled[(triton.cdiv(x.numel(), 4096),)](x, factor, y, x.numel(), 4096)
+    return y

@@ -1,0 +1,296 @@
+"""The Triton kernels of the cross entropies, interpreted and compiled."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip('triton')
+from fla.modules.fused_cross_entropy import cross_entropy_loss
+from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, scaled
+from fla.ops.backends import trace
+from tests import bounds
+from tests.triton_support.compile_only import compile_only
+
+from .losses import OPTIONS, gradients, linear_oracle, oracle, targets
+from .oracle import error, tensor
+
+KERNEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def on_triton(function, *args, **options):
+    with trace() as recorded:
+        result = function(*args, **options)
+    assert recorded.last_backend(f'modules.{function.__name__}') == 'default'
+    return result
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('dtype', KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize('classes', [1, 37, 9001])
+def test_cross_entropy(dtype, options, classes):
+    options = {**options, 'lse_square_scale': 0.01}
+    ignore_index = 0 if 'ignore_index' in options else -100
+    logits, target = tensor(4, classes, dtype=dtype) * 3, targets(4, classes, [1], ignore_index)
+    options['ignore_index'] = ignore_index
+    given, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    losses, z_losses = on_triton(cross_entropy_loss, given, target, **options)
+    expected, expected_z = oracle(exact, target, **options)
+    assert losses.dtype == z_losses.dtype == torch.float32
+    assert not z_losses.requires_grad
+    assert error(expected, losses) <= bounds.EXACT[torch.float32]
+    assert error(expected_z, z_losses) <= bounds.EXACT[torch.float32]
+    weights = torch.linspace(1, 2, 4).double()
+    (got,), (wanted,) = gradients(losses, weights, given), gradients(expected, weights, exact)
+    assert (got.dtype, got.shape) == (dtype, logits.shape)
+    # with one class what is left is nothing but rounding
+    floor = float(weights.square().mean().sqrt()) * (1e-2 if classes == 1 else 0)
+    assert bounds.relative_rms(wanted, got, floor) <= bounds.of_reference(dtype)[0]
+    assert not got[1].any()
+
+
+@pytest.mark.interpreted
+def test_large_logits():
+    """What is kept for the backward is not the rounded log of a sum."""
+    logits = (torch.randn(4, 50) * 10 - 3000).requires_grad_()
+    target, exact = targets(4, 50), logits.detach().double().requires_grad_()
+    losses, expected = on_triton(cross_entropy_loss, logits, target)[0], oracle(exact, target)[0]
+    assert error(expected, losses) <= bounds.EXACT[torch.float32]
+    weights = torch.ones(4).double()
+    (got,), (wanted,) = gradients(losses, weights, logits), gradients(expected, weights, exact)
+    assert error(wanted, got) <= bounds.EXACT[torch.float32]
+
+
+@pytest.mark.interpreted
+def test_infinite_logits_and_targets_that_are_none():
+    logits = torch.randn(3, 40)
+    logits[0, 5:30] = -float('inf')
+    logits[1] = logits[1].clamp(max=0) - 1e4
+    expected = oracle(logits.double(), torch.tensor([3, 3, 3]))[0]
+    losses, _ = launch_forward(logits, torch.tensor([3, 3, 40]), Options(0.0, 1.0, 0.0, 0.0, -100, 0, 40))[:2]
+    assert error(expected[:2], losses[:2]) <= bounds.EXACT[torch.float32]
+    assert losses[2].isnan()
+
+
+@pytest.mark.interpreted
+def test_strides_and_sizes():
+    wide, target = tensor(5, 40, dtype=torch.float32), targets(10, 33)[::2]
+    for logits in (wide[:, :33], wide[:, 3:36], wide.t()[:33, :5].t(), wide[:1, :33].expand(5, 33)):
+        given, exact = logits.detach().requires_grad_(), logits.double().requires_grad_()
+        losses, expected = on_triton(cross_entropy_loss, given, target.int())[0], oracle(exact, target)[0]
+        assert error(expected, losses) <= bounds.EXACT[torch.float32]
+        (wanted,), (got,) = torch.autograd.grad(expected.sum(), exact), torch.autograd.grad(losses.sum(), given)
+        assert error(wanted, got) <= bounds.EXACT[torch.float32]
+    empty = torch.zeros(0, 7, requires_grad=True)
+    on_triton(cross_entropy_loss, empty, targets(0, 7))[0].sum().backward()
+    assert empty.grad.shape == (0, 7)
+
+
+@pytest.mark.interpreted
+def test_in_place():
+    source, target = torch.randn(4, 30, requires_grad=True), targets(4, 30, [2])
+    (expected,) = torch.autograd.grad(oracle(source.double() * 2, target)[0].sum(), source)
+    logits = source * 2
+    losses, _ = on_triton(cross_entropy_loss, logits, target, inplace_backward=True)
+    memory = logits.data_ptr()
+    logits.retain_grad()
+    losses.sum().backward(retain_graph=True)
+    assert error(expected, source.grad) <= bounds.EXACT[torch.float32]
+    assert error(expected / 2, logits) <= bounds.EXACT[torch.float32]
+    assert logits.data_ptr() == memory
+    # never twice
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        losses.sum().backward()
+    # nor over what somebody else's backward reads
+    logits = source.tanh()
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        on_triton(cross_entropy_loss, logits, target, inplace_backward=True)[0].sum().backward()
+    # nor over a leaf, or rows that share memory
+    before = source.detach().clone()
+    for logits in (source, source.view(4, 30), (source[:1] * 1).expand(4, 30)):
+        kept = logits.detach().clone()
+        on_triton(cross_entropy_loss, logits, target, inplace_backward=True)[0].sum().backward()
+        assert torch.equal(logits, kept)
+    assert torch.equal(source, before)
+    loss = cross_entropy_loss(source * 2, target, inplace_backward=True)[0].sum()
+    with pytest.raises(RuntimeError, match='create_graph=True reached the backward of cross_entropy_loss'):
+        torch.autograd.grad(loss, source, create_graph=True)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('dtype', KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize('reduction', ['mean', 'sum', 'none'])
+def test_linear(dtype, options, reduction):
+    tensors = [tensor(2, 27, 12, dtype=dtype), tensor(37, 12, dtype=dtype), tensor(37, dtype=dtype)]
+    target = targets(54, 37, [3, 4, 40], options.get('ignore_index', -100)).reshape(2, 27)
+    given, exact = [t.clone().requires_grad_() for t in tensors], [t.double().requires_grad_() for t in tensors]
+    loss = on_triton(
+        fused_linear_cross_entropy_loss, given[0], target, *given[1:], reduction=reduction, num_chunks=3, **options
+    )
+    expected = linear_oracle(exact[0], target, *exact[1:], reduction=reduction, **options)
+    bound = bounds.of_linear_loss(dtype, 3.6)
+    assert loss.dtype == torch.float32
+    assert error(expected, loss) <= bound
+    weights = torch.linspace(2, 3, loss.numel()).double().reshape(loss.shape)
+    for wanted, got in zip(gradients(expected, weights, exact), gradients(loss, weights, given), strict=True):
+        assert got.dtype == dtype
+        assert error(wanted, got) <= bound
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('needed', [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize('num_chunks', [1, 8, 100])
+def test_linear_computes_what_is_asked_for(needed, num_chunks):
+    x, weight, target = torch.randn(50, 6), torch.randn(20, 6), targets(50, 20, [7])
+    exact = [t.double().requires_grad_(need) for t, need in zip((x, weight), needed, strict=True)]
+    given = [t.clone().requires_grad_(need) for t, need in zip((x, weight), needed, strict=True)]
+    loss = on_triton(fused_linear_cross_entropy_loss, given[0], target, given[1], num_chunks=num_chunks)
+    expected = linear_oracle(exact[0], target, exact[1])
+    assert error(expected, loss) <= bounds.EXACT[torch.float32]
+    assert loss.requires_grad == any(needed)
+    if any(needed):
+        for _ in range(2):  # the same again
+            loss.backward(torch.tensor(3.0), retain_graph=True)
+        expected.backward(torch.tensor(6.0).double())
+        for a, b in zip(exact, given, strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            assert a.grad is None or error(a.grad, b.grad) <= bounds.EXACT[torch.float32]
+
+
+@pytest.mark.interpreted
+def test_linear_of_nothing_and_of_ignored_rows():
+    x, weight = torch.randn(0, 6, requires_grad=True), torch.randn(20, 6, requires_grad=True)
+    on_triton(fused_linear_cross_entropy_loss, x, targets(0, 20), weight, reduction='sum').backward()
+    assert not weight.grad.any()
+    x = torch.randn(3, 6, requires_grad=True)
+    loss = on_triton(fused_linear_cross_entropy_loss, x, torch.full((3,), -100), weight, reduction='mean')
+    assert loss.isnan()
+
+
+@pytest.mark.interpreted
+def test_a_small_gradient_survives_float16():
+    """A loss scaler multiplies the loss, so that gradients of logits do not vanish: 1e-7 here, times 2^12."""
+    x, weight, target = torch.randn(16, 4).half(), (torch.randn(3000, 4) / 8).half(), targets(16, 3000)
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    given = [t.clone().requires_grad_() for t in (x, weight)]
+    (on_triton(fused_linear_cross_entropy_loss, given[0], target, given[1]) * 4096).backward()
+    (linear_oracle(exact[0], target, exact[1]) * 4096).backward()
+    rows = torch.ones(3000, dtype=torch.bool)
+    rows[target] = False
+    assert error(exact[1].grad[rows], given[1].grad[rows]) <= bounds.of_linear_loss(torch.float16, 1.0)
+
+
+@pytest.mark.interpreted
+def test_linear_under_autocast():
+    x, weight, target = torch.randn(20, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True), targets(20, 30)
+    with torch.autocast('cpu', torch.bfloat16):
+        loss = on_triton(fused_linear_cross_entropy_loss, x, target, weight)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    expected = linear_oracle(exact[0], target, exact[1])
+    bound = 2 * bounds.of_linear_loss(torch.bfloat16, 2.8)  # of rounded x and weight
+    for wanted, got in zip(torch.autograd.grad(expected, exact), torch.autograd.grad(loss, (x, weight)), strict=True):
+        assert got.dtype == torch.float32
+        assert error(wanted, got) <= bound
+
+
+@pytest.mark.interpreted
+def test_compiled_and_as_operators():
+    logits, target = torch.randn(4, 10, requires_grad=True), targets(4, 10)
+    x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(10, 6, requires_grad=True)
+
+    def both(logits, x, weight):
+        losses, _ = cross_entropy_loss(logits * 2, target, lse_square_scale=0.1, inplace_backward=True)
+        return losses.sum() + fused_linear_cross_entropy_loss(x, target, weight)
+
+    compiled = torch.compile(both, fullgraph=True, backend='aot_eager')
+    inputs = (logits, x, weight)
+    expected, got = both(*inputs), compiled(*inputs)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(torch.autograd.grad(got, inputs), torch.autograd.grad(expected, inputs))
+
+
+@pytest.mark.interpreted
+def test_once_only():
+    logits, target = torch.randn(4, 10, requires_grad=True), targets(4, 10)
+    with pytest.raises(RuntimeError, match='create_graph=True reached the backward of fla::cross_entropy_loss'):
+        torch.autograd.grad(cross_entropy_loss(logits, target)[0].sum(), logits, create_graph=True)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize(('classes', 'dtype'), [(1000, torch.float32), (256000, torch.bfloat16)], ids=str)
+def test_compiles(capability, classes, dtype):
+    with compile_only(capability) as compiled:
+        logits = torch.empty(4, classes, dtype=dtype, device='meta')
+        target, losses = torch.empty(4, dtype=torch.int64, device='meta'), torch.empty(4, device='meta')
+        for options in (Options(0.0, 1.0, 0.0, 0.0, -100, 0, classes), Options(0.1, 1.0, 0.1, 30.0, -100, 0, classes)):
+            launch_forward(logits, target, options)
+            launch_forward(logits, target, options, partial=True)
+            launch_backward(logits, target, losses, losses, losses, logits, options)
+        scaled(logits, losses[0])
+    print(*compiled, sep='\n')
+    assert all(one.spilled <= 16 for one in compiled)
+
+
+SHARDED = """
+import sys
+import torch
+from torch import distributed
+
+from fla.modules.fused_cross_entropy import FusedCrossEntropyLoss, cross_entropy_loss
+from fla.ops.backends import trace
+
+rank, backend, place = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+if backend == 'default':
+    from tests.triton_support import interpreter
+
+    interpreter.install()
+distributed.init_process_group('gloo', rank=rank, world_size=2, init_method=f'file://{place}')
+torch.manual_seed(0)
+logits, target = torch.randn(6, 20) * 4, torch.tensor([0, 3, -100, 10, 19, 9])
+options = dict(label_smoothing=0.1, logit_scale=0.8, lse_square_scale=0.01, logit_softcapping=6.0)
+weights = torch.arange(1.0, 7.0)
+whole = logits.double().requires_grad_()
+expected, expected_z = cross_entropy_loss(whole, target, **options)
+(wanted,) = torch.autograd.grad((expected * weights).sum(), whole)
+for inplace in (False, True):
+    own = logits[:, rank * 10 : rank * 10 + 10].clone().requires_grad_()
+    with trace() as recorded:
+        losses, z_losses = cross_entropy_loss(
+            own * 1, target, **options, inplace_backward=inplace, process_group=distributed.group.WORLD
+        )
+    assert recorded.last_backend('modules.cross_entropy_loss') == backend, recorded.last_backend('modules')
+    (got,) = torch.autograd.grad((losses * weights).sum(), own)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(z_losses.double(), expected_z, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.double(), wanted[:, rank * 10 : rank * 10 + 10], rtol=1e-5, atol=1e-6)
+try:
+    cross_entropy_loss(own, target + 21, process_group=distributed.group.WORLD)
+    raise SystemExit('a target beyond all shards was taken')
+except ValueError as error:
+    assert '[0, 20)' in str(error), error
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize('backend', ['reference', 'default'])
+@pytest.mark.skipif(not torch.distributed.is_available(), reason='this PyTorch has no torch.distributed')
+def test_sharded_vocabulary(backend, tmp_path):
+    environment = {**os.environ, 'TRITON_INTERPRET': '1' if backend == 'default' else '0'}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, '-c', SHARDED, str(rank), backend, str(tmp_path / 'rendezvous')],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
