@@ -125,6 +125,12 @@ def of_linear_loss(dtype: torch.dtype, logits: float) -> float:
     return EXACT[dtype] if dtype in EXACT else ROUNDING[dtype] * (1 + logits / 2)
 
 
+def elementwise(dtype: torch.dtype) -> float:
+    """Bound of the relative RMS of a kernel that computes each number from a few others: a handful of float32 roundings of
+    2^-24 each, and exponentials that GPUs approximate to two units in the last place, then rounded once."""
+    return 1e-6 if dtype == torch.float32 else of_reference(dtype)[0]
+
+
 def _rms(x: torch.Tensor) -> float:
     return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
 

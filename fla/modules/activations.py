@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from fla.modules.checks import check_dims, check_floating, check_same, check_shape, under_autocast
-from fla.ops.backends import dispatch
-from fla.ops.common.gates import wide
+from fla.ops.backends import dispatch, runs_on_triton
+from fla.ops.common.triton_call import require_triton
 
 
-def _gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (F.silu(wide(x)) * wide(y)).to(x.dtype)
+class _OnTriton(runs_on_triton):
+    """float64 is for the reference: kernels compute in float32."""
+
+    dtypes = {'x': (torch.float16, torch.bfloat16, torch.float32)}
 
 
 def _check_swiglu(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -19,7 +20,7 @@ def _check_swiglu(x: torch.Tensor, y: torch.Tensor) -> None:
     check_same('y', y, 'x', x)
 
 
-@dispatch('modules', check=_check_swiglu)
+@dispatch('modules', check=_check_swiglu, default_verifier=_OnTriton)
 def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """`silu(x) y`, in at least float32 and rounded once.
 
@@ -34,7 +35,11 @@ def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
-    return _gated(x, y)
+    require_triton('swiglu', x)
+    from fla.modules.kernels import activations
+
+    out: torch.Tensor = activations.swiglu(x, y)
+    return out
 
 
 def _check_silu_and_mul(x: torch.Tensor) -> None:
@@ -44,7 +49,7 @@ def _check_silu_and_mul(x: torch.Tensor) -> None:
         raise ValueError(f'the last dimension of x must be even, [..., 2D], got shape {list(x.shape)}')
 
 
-@dispatch('modules', check=_check_silu_and_mul)
+@dispatch('modules', check=_check_silu_and_mul, default_verifier=_OnTriton)
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(first half) second half` of the last dimension, in at least float32 and rounded once.
 
@@ -59,8 +64,11 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
     Source: as for `swiglu`.
     """
-    first, second = x.chunk(2, dim=-1)
-    return _gated(first, second)
+    require_triton('silu_and_mul', x)
+    from fla.modules.kernels import activations
+
+    out: torch.Tensor = activations.silu_and_mul(x)
+    return out
 
 
 def _check_swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -76,9 +84,11 @@ def _check_swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor,
             raise TypeError(f'{name} must have the dtype of x, {x.dtype}, outside autocast, got {tensor.dtype}')
 
 
-@dispatch('modules', check=_check_swiglu_linear)
+@dispatch('modules', check=_check_swiglu_linear, default_verifier=_OnTriton)
 def swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear(swiglu(x, y), weight, bias)`: the second half of a SwiGLU feed-forward layer.
+
+    For the backward x, y and the weight are kept, not `swiglu(x, y)`, which is computed again.
 
     Args:
         x, y: `[..., D]`, tensors of one shape and dtype: float16, bfloat16, float32 or float64.
@@ -92,4 +102,11 @@ def swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: 
 
     Source: as for `swiglu`.
     """
-    return F.linear(_gated(x, y), weight, bias)
+    require_triton('swiglu_linear', x)
+    from fla.modules.kernels import activations
+
+    if under_autocast(x):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    out: torch.Tensor = activations.swiglu_linear(x, y, weight, bias)
+    return out

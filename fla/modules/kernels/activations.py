@@ -1,0 +1,207 @@
+"""SwiGLU: `silu(x) y`, forward and backward, element by element in float32.
+
+The backward recomputes what it needs from x and y. `swiglu_linear` does not keep `silu(x) y` either: its backward writes it
+again, for the gradient of the weight, in the pass that writes the gradients of x and y.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from fla.ops.backends.opaque import opaque
+from fla.ops.common.triton_call import DEVICES, on_device_of
+
+
+@triton.jit
+def _place(D, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows and columns of a program: neighbouring programs share rows."""
+    across = tl.cdiv(D, BLOCK)
+    program = tl.program_id(0)
+    row = (program // across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    col = (program % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return row[:, None], col[None, :]
+
+
+@triton.jit(do_not_specialize=['count'])
+def _forward(x, y, z, count, D, x_row, y_row, HALVES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    if HALVES:
+        y += D
+    row, col = _place(D, BLOCK_ROWS, BLOCK)
+    inside = (row < count) & (col < D)
+    a = tl.load(x + row * x_row + col, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(y + row * y_row + col, mask=inside, other=0.0).to(tl.float32)
+    tl.store(z + row * D + col, (a * tl.sigmoid(a) * b).to(z.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=['count'])
+def _backward(
+    x,
+    y,
+    dz,
+    dx,
+    dy,
+    z,
+    count,
+    D,
+    x_row,
+    y_row,
+    dz_row,
+    d_row,
+    HALVES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """With s = sigmoid(x): dx = dz y s (1 + x (1 - s)), dy = dz x s; and z = x s y again where it is wanted."""
+    if HALVES:
+        y += D
+        dy += D
+    row, col = _place(D, BLOCK_ROWS, BLOCK)
+    inside = (row < count) & (col < D)
+    a = tl.load(x + row * x_row + col, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(y + row * y_row + col, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(dz + row * dz_row + col, mask=inside, other=0.0).to(tl.float32)
+    s = tl.sigmoid(a)
+    silu = a * s
+    tl.store(dx + row * d_row + col, (d * b * (s + silu * (1.0 - s))).to(dx.dtype.element_ty), mask=inside)
+    tl.store(dy + row * d_row + col, (d * silu).to(dy.dtype.element_ty), mask=inside)
+    if z is not None:
+        tl.store(z + row * D + col, (silu * b).to(z.dtype.element_ty), mask=inside)
+
+
+def _in_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x, or a copy, and the distance of its rows, whose elements are neighbours."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    stride, shape = x.stride(), x.shape
+    if stride[-1] != 1 and shape[-1] != 1:
+        return x.contiguous(), shape[-1]
+    row = next((s for s, size in zip(stride[-2::-1], shape[-2::-1], strict=True) if size != 1), 0)
+    reach = row
+    for s, size in zip(stride[-2::-1], shape[-2::-1], strict=True):
+        if size != 1 and s != reach:
+            return x.contiguous(), shape[-1]
+        reach *= size
+    return x, row
+
+
+def _tile(rows: int, D: int, itemsize: int) -> tuple[int, int, tuple[int]]:
+    """Rows and columns of a program, and the grid: 4 KiB of each tensor, so 32 bytes of each a thread of four warps."""
+    numbers = 4096 // itemsize
+    block = min(triton.next_power_of_2(D), numbers)
+    block_rows = min(numbers // block, triton.next_power_of_2(rows))
+    return block_rows, block, (triton.cdiv(rows, block_rows) * triton.cdiv(D, block),)
+
+
+def _launch_forward(x: torch.Tensor, y: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """`silu(x) y`, or of the halves of x where there is no y, contiguous."""
+    D = x.shape[-1] if y is not None else x.shape[-1] // 2
+    z = torch.empty((*x.shape[:-1], D), dtype=dtype, device=x.device)
+    if z.numel() == 0:
+        return z
+    rows = z.numel() // D
+    x, x_row = _in_rows(x)
+    second, second_row = (x, x_row) if y is None else _in_rows(y)
+    if y is not None and x_row == second_row == D:
+        # as one row: no remainder at the end of each
+        rows, D = 1, z.numel()
+    block_rows, block, grid = _tile(rows, D, x.element_size())
+    with on_device_of(x):
+        _forward[grid](x, second, z, rows, D, x_row, second_row, y is None, block_rows, block)
+    return z
+
+
+def _launch_backward(
+    x: torch.Tensor, y: torch.Tensor | None, dz: torch.Tensor, z: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x and y, contiguous; without y that of x, twice. Where z is given, `silu(x) y` is written into it."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dy = dx if y is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if dx.numel() == 0:
+        return dx, dy
+    D = dz.shape[-1]
+    rows = dz.numel() // D
+    x, x_row = _in_rows(x)
+    second, second_row = (x, x_row) if y is None else _in_rows(y)
+    dz, dz_row = _in_rows(dz)
+    d_row = dx.shape[-1]
+    if y is not None and x_row == second_row == dz_row == D:
+        rows, D = 1, dz.numel()
+    block_rows, block, grid = _tile(rows, D, x.element_size())
+    with on_device_of(x):
+        _backward[grid](
+            *(x, second, dz, dx, dy, z, rows, D, x_row, second_row, dz_row, d_row),
+            *(y is None, block_rows, block),
+        )
+    return dx, dy
+
+
+swiglu = opaque(
+    'fla::swiglu',
+    schema='(Tensor x, Tensor y) -> (Tensor z)',
+    forward=lambda x, y: _launch_forward(x, y, x.dtype),
+    fake=lambda x, y: x.new_empty(x.shape),
+    backward=lambda x, y, dz: _launch_backward(x, y, dz),
+    grads=('x', 'y'),
+    devices=DEVICES,
+)
+
+silu_and_mul = opaque(
+    'fla::silu_and_mul',
+    schema='(Tensor x) -> (Tensor z)',
+    forward=lambda x: _launch_forward(x, None, x.dtype),
+    fake=lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
+    backward=lambda x, dz: _launch_backward(x, None, dz)[0],
+    grads=('x',),
+    devices=DEVICES,
+)
+
+
+def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Whoever called has cast already; autocast would not cast float32 that is meant to be float32."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+def _linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    with _without_autocast(x):
+        return F.linear(_launch_forward(x, y, weight.dtype), weight, bias)
+
+
+def _linear_backward(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    do: torch.Tensor,
+    needs_input_grad: tuple[bool, ...],
+) -> Any:
+    needs_x, needs_y, needs_weight, needs_bias = needs_input_grad
+    rows = do.reshape(-1, do.shape[-1])
+    dx = dy = dweight = None
+    with _without_autocast(x):
+        z = torch.empty(x.shape, dtype=weight.dtype, device=x.device) if needs_weight else None
+        if needs_x or needs_y:
+            dx, dy = _launch_backward(x, y, (rows @ weight).view(x.shape), z)
+        elif needs_weight:
+            z = _launch_forward(x, y, weight.dtype)
+        if z is not None:
+            dweight = rows.t() @ z.view(-1, weight.shape[1])
+        dbias = rows.sum(0) if bias is not None and needs_bias else None
+    return dx if needs_x else None, dy if needs_y else None, dweight, dbias
+
+
+swiglu_linear = opaque(
+    'fla::swiglu_linear',
+    schema='(Tensor x, Tensor y, Tensor weight, Tensor? bias) -> (Tensor o)',
+    forward=_linear,
+    fake=lambda x, y, weight, bias: weight.new_empty((*x.shape[:-1], weight.shape[0])),
+    backward=_linear_backward,
+    grads=('x', 'y', 'weight', 'bias'),
+    devices=DEVICES,
+)
