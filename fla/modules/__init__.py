@@ -7,13 +7,15 @@ from fla.modules.convolution import ShortConvolution
 from fla.modules.fused_cross_entropy import FusedCrossEntropyLoss
 from fla.modules.fused_linear_cross_entropy import FusedLinearCrossEntropyLoss
 from fla.modules.fused_norm_gate import FusedRMSNormGated
-from fla.modules.layernorm import RMSNorm
+from fla.modules.layernorm import GroupNorm, LayerNorm, RMSNorm
 from fla.modules.rotary import RotaryEmbedding
 
 __all__ = [
     'FusedCrossEntropyLoss',
     'FusedLinearCrossEntropyLoss',
     'FusedRMSNormGated',
+    'GroupNorm',
+    'LayerNorm',
     'RMSNorm',
     'RotaryEmbedding',
     'ShortConvolution',

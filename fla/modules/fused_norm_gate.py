@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from fla.modules.checks import SILU, check_choice, check_floating, check_shape
-from fla.modules.layernorm import check_norm, normalized
+from fla.modules.layernorm import NormOnTriton, check_norm
 from fla.ops.backends import dispatch
-from fla.ops.common.gates import wide
+from fla.ops.common.triton_call import require_triton
 
 ACTIVATIONS = (*SILU, 'sigmoid')
 
@@ -28,7 +28,7 @@ def _check(
     check_choice('activation', activation, ACTIVATIONS)
 
 
-@dispatch('modules', check=_check)
+@dispatch('modules', check=_check, default_verifier=NormOnTriton)
 def rms_norm_gated(
     x: torch.Tensor,
     g: torch.Tensor,
@@ -58,10 +58,12 @@ def rms_norm_gated(
     Source: the output gate of Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464 (swish), and of Kimi Team 2025,
     "Kimi Linear", arXiv 2510.26692 (sigmoid).
     """
-    y, total = normalized(x, weight, bias, residual, eps, residual_in_fp32)
-    gate = wide(g)
-    y = y * (gate.sigmoid() if activation == 'sigmoid' else nn.functional.silu(gate))
-    return (y.to(x.dtype), total) if prenorm else y.to(x.dtype)
+    require_triton('rms_norm_gated', x, 'x')
+    from fla.modules.kernels.norms_autograd import normalize
+
+    return normalize(  # type: ignore[no-any-return]
+        'rms', x, weight, bias, residual, eps, prenorm, residual_in_fp32, g=g, activation=activation
+    )
 
 
 class FusedRMSNormGated(nn.Module):

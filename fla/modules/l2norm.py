@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from fla.modules.checks import check_dims, check_eps, check_floating
+from fla.modules.layernorm import NormOnTriton
 from fla.ops.backends import dispatch
-from fla.ops.common import gates
 from fla.ops.common.checks import FLOATS
+from fla.ops.common.triton_call import require_triton
 
 
 def _check(x: torch.Tensor, eps: float, output_dtype: torch.dtype | None) -> None:
@@ -18,7 +19,7 @@ def _check(x: torch.Tensor, eps: float, output_dtype: torch.dtype | None) -> Non
         raise TypeError(f'output_dtype must be a floating dtype or None, got {output_dtype}')
 
 
-@dispatch('modules', check=_check)
+@dispatch('modules', check=_check, default_verifier=NormOnTriton)
 def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
     """`x rsqrt(sum x^2 + eps)` over the last dimension, computed in at least float32.
 
@@ -33,7 +34,10 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None 
     Raises:
         TypeError, ValueError: for arguments that do not fit, before any backend is asked.
     """
-    return gates.l2norm(x, eps).to(output_dtype or x.dtype)
+    require_triton('l2norm', x, 'x')
+    from fla.modules.kernels.norms_autograd import normalize
+
+    return normalize('l2', x, eps=eps, dtype=output_dtype)  # type: ignore[no-any-return]
 
 
 l2_norm = l2norm

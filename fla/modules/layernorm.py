@@ -1,13 +1,22 @@
-"""Normalisation by the root mean square, with a residual added before."""
+"""Normalisation by the root mean square or the standard deviation, of rows or groups, with a residual added before."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
 
 from fla.modules.checks import check_dims, check_eps, check_floating, check_shape
-from fla.ops.backends import dispatch
-from fla.ops.common.gates import wide
+from fla.ops.backends import dispatch, runs_on_triton
+from fla.ops.backends.backend import Verdict
+from fla.ops.common.triton_call import require_triton
+
+
+class NormOnTriton(runs_on_triton):
+    """float64 is for the reference: kernels compute in float32."""
+
+    dtypes = dict.fromkeys(('x', 'residual', 'g', 'weight', 'bias'), (torch.float16, torch.bfloat16, torch.float32))
 
 
 def check_norm(
@@ -26,25 +35,7 @@ def check_norm(
     check_eps(eps)
 
 
-def normalized(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    eps: float,
-    residual_in_fp32: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, wide, and that sum as the next layer's residual."""
-    total = wide(x) if residual is None else wide(x) + wide(residual)
-    y = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
-    y = y if weight is None else y * wide(weight)
-    y = y if bias is None else y + wide(bias)
-    if residual is not None:
-        return y, total.to(residual.dtype)
-    return y, total if residual_in_fp32 else x
-
-
-@dispatch('modules', check=check_norm)
+@dispatch('modules', check=check_norm, default_verifier=NormOnTriton)
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -73,20 +64,106 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
-    y, total = normalized(x, weight, bias, residual, eps, residual_in_fp32)
-    return (y.to(x.dtype), total) if prenorm else y.to(x.dtype)
+    return _on_triton('rms_norm', 'rms', x, weight, bias, residual, eps, prenorm, residual_in_fp32)
 
 
-class RMSNorm(nn.Module):
-    """`rms_norm` with its parameters.
+@dispatch('modules', check=check_norm, default_verifier=NormOnTriton)
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`y = (s - mean s) rsqrt(var s + eps) weight + bias` with `s = x + residual`, over the last dimension, in at least
+    float32; the variance is the mean square of `s - mean s`.
 
     Args:
-        hidden_size: D, the size of the last dimension.
-        elementwise_affine: whether there is a weight `[D]`.
-        bias: whether there is a bias `[D]` too.
-        eps: added to the mean square.
-        device, dtype: of the parameters.
+        x, weight, bias, residual, prenorm, residual_in_fp32: as for `rms_norm`.
+        eps: added to the variance.
+        is_rms_norm: do not subtract the mean: `rms_norm`.
+
+    Returns:
+        y in x's dtype; with `prenorm` the pair (y, s).
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+
+    Source: Ba, Kiros and Hinton 2016, "Layer Normalization", arXiv 1607.06450.
     """
+    kind = 'rms' if is_rms_norm else 'layer'
+    return _on_triton('layer_norm', kind, x, weight, bias, residual, eps, prenorm, residual_in_fp32)
+
+
+def _check_group_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    num_groups: int,
+) -> None:
+    check_norm(x, weight, bias, residual, eps)
+    check_groups(num_groups, x.shape[-1])
+
+
+def check_groups(num_groups: int, hidden_size: int | torch.SymInt) -> None:
+    """D elements in so many groups of one size."""
+    if num_groups < 1 or hidden_size % num_groups:
+        raise ValueError(f'num_groups must be at least 1 and divide D = {hidden_size}, got {num_groups}')
+
+
+def _groups_on_triton(num_groups: int) -> Verdict:
+    if num_groups > 65535:
+        return False, ('the kernels are launched on a grid of at most 65535 groups, got %s', num_groups)
+    return True, None
+
+
+@dispatch('modules', check=_check_group_norm, default_verifier=(NormOnTriton, _groups_on_triton))
+def group_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    num_groups: int = 1,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`layer_norm` of each of `num_groups` groups of neighbours in the last dimension, before weight and bias.
+
+    Args:
+        x, weight, bias, residual, prenorm, residual_in_fp32: as for `rms_norm`.
+        eps: added to the variance of a group.
+        is_rms_norm: do not subtract the mean.
+        num_groups: divides D; 1 is `layer_norm`.
+
+    Returns:
+        y in x's dtype; with `prenorm` the pair (y, s).
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+
+    Source: Wu and He 2018, "Group Normalization", arXiv 1803.08494; per token, as Sun et al. 2023, "Retentive Network",
+    arXiv 2307.08621, use it.
+    """
+    kind = 'rms' if is_rms_norm else 'layer'
+    return _on_triton('group_norm', kind, x, weight, bias, residual, eps, prenorm, residual_in_fp32, num_groups)
+
+
+def _on_triton(name: str, kind: str, x: torch.Tensor, *arguments: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    require_triton(name, x, 'x')
+    from fla.modules.kernels.norms_autograd import normalize
+
+    return normalize(kind, x, *arguments)  # type: ignore[no-any-return]
+
+
+class _Affine(nn.Module):
+    """A weight and a bias `[hidden_size]`, each maybe None."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -94,11 +171,11 @@ class RMSNorm(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        elementwise_affine: bool = True,
-        bias: bool = False,
-        eps: float = 1e-5,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        elementwise_affine: bool,
+        bias: bool,
+        eps: float,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         if bias and not elementwise_affine:
@@ -116,6 +193,32 @@ class RMSNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def extra_repr(self) -> str:
+        return f'{self.hidden_size}, eps={self.eps}, elementwise_affine={self.elementwise_affine}'
+
+
+class RMSNorm(_Affine):
+    """`rms_norm` with its parameters.
+
+    Args:
+        hidden_size: D, the size of the last dimension.
+        elementwise_affine: whether there is a weight `[D]`.
+        bias: whether there is a bias `[D]` too.
+        eps: added to the mean square.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
+
     def forward(
         self,
         x: torch.Tensor,
@@ -126,5 +229,81 @@ class RMSNorm(nn.Module):
         """See `rms_norm`."""
         return rms_norm(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32)
 
+
+class LayerNorm(_Affine):
+    """`layer_norm` with its parameters; without a bias unless asked for, other than `torch.nn.LayerNorm`.
+
+    Args:
+        hidden_size: D, the size of the last dimension.
+        elementwise_affine: whether there is a weight `[D]`.
+        bias: whether there is a bias `[D]` too.
+        eps: added to the variance.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """See `layer_norm`."""
+        return layer_norm(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32)
+
+
+class GroupNorm(_Affine):
+    """`group_norm` with its parameters.
+
+    Args:
+        num_groups: of one size each.
+        hidden_size: D, the size of the last dimension; a multiple of num_groups.
+        elementwise_affine: whether there is a weight `[D]`.
+        bias: whether there is a bias `[D]` too.
+        eps: added to the variance of a group.
+        is_rms_norm: whether the mean is not subtracted.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: if num_groups does not divide hidden_size.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        eps: float = 1e-5,
+        is_rms_norm: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_groups(num_groups, hidden_size)
+        super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
+        self.num_groups, self.is_rms_norm = num_groups, is_rms_norm
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """See `group_norm`."""
+        options = (self.eps, prenorm, residual_in_fp32, self.is_rms_norm, self.num_groups)
+        return group_norm(x, self.weight, self.bias, residual, *options)
+
     def extra_repr(self) -> str:
-        return f'{self.hidden_size}, eps={self.eps}, elementwise_affine={self.elementwise_affine}'
+        return f'{self.num_groups}, {super().extra_repr()}, is_rms_norm={self.is_rms_norm}'

@@ -1,14 +1,14 @@
-"""l2norm, rms_norm, rms_norm_gated and their classes."""
+"""l2norm, rms_norm, layer_norm, group_norm, rms_norm_gated and their classes."""
 
 import math
 
 import pytest
 import torch
 
-from fla.modules import FusedRMSNormGated, RMSNorm
+from fla.modules import FusedRMSNormGated, GroupNorm, LayerNorm, RMSNorm
 from fla.modules.fused_norm_gate import rms_norm_gated
 from fla.modules.l2norm import l2_norm, l2norm
-from fla.modules.layernorm import rms_norm
+from fla.modules.layernorm import group_norm, layer_norm, rms_norm
 from fla.ops.backends import trace
 
 from .oracle import BOUND, DTYPES, check, error, tensor
@@ -28,6 +28,19 @@ def rms_oracle(x, weight=None, bias=None, residual=None, eps=1e-5, prenorm=False
 def gated_oracle(x, g, weight=None, bias=None, activation='swish', residual=None, eps=1e-6, **_):
     gate = 1 / (1 + torch.exp(-g))
     return rms_oracle(x, weight, bias, residual, eps) * (gate if activation == 'sigmoid' else g * gate)
+
+
+def group_oracle(x, weight=None, bias=None, residual=None, eps=1e-5, prenorm=False, is_rms_norm=False, num_groups=1, **_):
+    total = x if residual is None else x + residual
+    groups = []
+    for group in total.reshape(-1, x.shape[-1] // num_groups):
+        if not is_rms_norm:
+            group = group - group.sum() / group.numel()
+        groups.append(group / torch.sqrt((group * group).sum() / group.numel() + eps))
+    y = torch.stack(groups).reshape(x.shape)
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    return (y, total) if prenorm else y
 
 
 def l2_oracle(x, eps=1e-6):
@@ -62,6 +75,34 @@ def test_what_rms_norm_returns_before_the_norm():
     assert error(rms_oracle(x.double(), residual=residual.double()), y) < BOUND[torch.bfloat16]
 
 
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('is_rms_norm', [False, True])
+@pytest.mark.parametrize('num_groups', [None, 1, 3, 6])
+def test_layer_and_group_norm(dtype, is_rms_norm, num_groups):
+    shapes = {'x': (2, 5, 6), 'weight': (6,), 'bias': (6,), 'residual': (2, 5, 6)}
+    arguments = {name: tensor(*shape, dtype=dtype) for name, shape in shapes.items()}
+    function = layer_norm if num_groups is None else group_norm
+    groups = {} if num_groups is None else {'num_groups': num_groups}
+    # a group of two numbers is normalised to -1 and 1, whatever they are
+    eps = 1.0 if num_groups == 3 else 1e-3
+    bound = BOUND[dtype] * (1 if dtype.itemsize == 2 else 3)  # what is subtracted is rounded, too
+    check(function, group_oracle, arguments, bound, eps=eps, prenorm=True, is_rms_norm=is_rms_norm, **groups)
+
+
+def test_as_pytorch_has_them():
+    x, weight, bias = tensor(4, 6), tensor(6), tensor(6)
+    torch.testing.assert_close(layer_norm(x, weight, bias), torch.nn.functional.layer_norm(x, (6,), weight, bias))
+    expected = torch.nn.functional.group_norm(x, 3, weight, bias)
+    torch.testing.assert_close(group_norm(x, weight, bias, num_groups=3), expected)
+    assert torch.equal(layer_norm(x, weight, bias, is_rms_norm=True), rms_norm(x, weight, bias))
+
+
+def test_a_large_mean_does_not_cancel():
+    x = tensor(3, 64, dtype=torch.float32) + 1000
+    # of the rounding of the mean; a difference of mean squares would be off by 1000^2 2^-24
+    assert error(group_oracle(x.double()), layer_norm(x, None)) < 1000 * 2**-24
+
+
 def test_large_values_of_a_narrow_dtype_do_not_overflow():
     x = torch.full((2, 8), 3e4, dtype=torch.float16)
     assert torch.equal(rms_norm(x, None), torch.ones_like(x))
@@ -89,9 +130,18 @@ def test_differentiable_twice():
     assert torch.autograd.gradgradcheck(lambda *a: rms_norm_gated(*a, activation='sigmoid'), (x, g, w))
 
 
+@pytest.mark.parametrize('options', [{}, {'num_groups': 2}, {'num_groups': 2, 'is_rms_norm': True}])
+def test_layer_and_group_norm_are_differentiable_twice(options):
+    function = group_norm if options else layer_norm
+    x, w, b, r = (tensor(*shape, grad=True) for shape in ((3, 4), (4,), (4,), (3, 4)))
+    assert torch.autograd.gradgradcheck(lambda *a: function(*a, eps=0.1, prenorm=True, **options), (x, w, b, r))
+
+
 def test_empty():
     for shape in ((0, 4), (2, 0, 4)):
         assert rms_norm(torch.zeros(shape), torch.ones(4)).shape == shape
+        assert layer_norm(torch.zeros(shape), torch.ones(4)).shape == shape
+        assert group_norm(torch.zeros(shape), torch.ones(4), num_groups=2).shape == shape
         assert l2norm(torch.zeros(shape)).shape == shape
 
 
@@ -109,12 +159,20 @@ def test_classes():
     assert len(norm(x, residual=x, prenorm=True)) == 2
     assert RMSNorm(6, elementwise_affine=False).state_dict() == {}
 
+    layer, group = LayerNorm(6, bias=True, eps=1e-3), GroupNorm(3, 6, eps=1e-3, is_rms_norm=True)
+    assert list(layer.state_dict()) == ['weight', 'bias']
+    assert list(group.state_dict()) == ['weight']
+    assert error(group_oracle(x.double(), eps=1e-3), layer(x)) < 1e-6
+    assert error(group_oracle(x.double(), eps=1e-3, is_rms_norm=True, num_groups=3), group(x)) < 1e-6
+    assert len(layer(x, residual=x, prenorm=True)) == len(group(x, residual=x, prenorm=True)) == 2
+    assert repr(group) == 'GroupNorm(3, 6, eps=0.001, elementwise_affine=True, is_rms_norm=True)'
+
     gated = FusedRMSNormGated(6, eps=1e-3, activation='sigmoid', device='cpu', dtype=torch.bfloat16)
     assert [(n, p.dtype) for n, p in gated.named_parameters()] == [('weight', torch.bfloat16)]
     with trace() as t:
         y = gated(x, x)
     assert error(gated_oracle(x.double(), x.double(), activation='sigmoid', eps=1e-3), y) < 1e-6
-    assert t.last_backend('modules.rms_norm_gated') == 'default'
+    assert t.last_backend('modules.rms_norm_gated') == 'reference'
     assert FusedRMSNormGated(6).eps == RMSNorm(6).eps == 1e-5
 
 
@@ -134,6 +192,13 @@ def test_classes():
         (lambda x: rms_norm_gated(x, x[0], None), ValueError, 'g must be shaped like x'),
         (lambda x: rms_norm_gated(x, x, None, activation='relu'), ValueError, "activation must be one of .* got 'relu'"),
         (lambda x: FusedRMSNormGated(4, activation='gelu'), ValueError, 'activation must be one of'),
+        (lambda x: layer_norm(x, torch.ones(3)), ValueError, r'weight must be \[D\] = \[4\], got \[3\]'),
+        (lambda x: layer_norm(x, None, bias=torch.ones(4).int()), TypeError, 'bias must be float16'),
+        (lambda x: group_norm(x, None, num_groups=3), ValueError, 'num_groups must .* divide D = 4, got 3'),
+        (lambda x: group_norm(x, None, num_groups=0), ValueError, 'num_groups must be at least 1'),
+        (lambda x: group_norm(x, None, residual=x[0]), ValueError, 'residual must be shaped like x'),
+        (lambda x: GroupNorm(3, 4), ValueError, 'num_groups must .* divide D = 4, got 3'),
+        (lambda x: LayerNorm(4, elementwise_affine=False, bias=True), ValueError, 'bias=True needs'),
         (lambda x: RMSNorm(4, elementwise_affine=False, bias=True), ValueError, 'bias=True needs'),
     ],
 )

@@ -10,9 +10,9 @@ import fla.modules
 from fla.ops.backends import describe, explain
 
 PATHS = {
-    'fla.modules': ['RMSNorm', 'FusedRMSNormGated', 'ShortConvolution', 'RotaryEmbedding'],
+    'fla.modules': ['RMSNorm', 'LayerNorm', 'GroupNorm', 'FusedRMSNormGated', 'ShortConvolution', 'RotaryEmbedding'],
     'fla.modules.l2norm': ['l2norm', 'l2_norm'],
-    'fla.modules.layernorm': ['rms_norm', 'RMSNorm'],
+    'fla.modules.layernorm': ['rms_norm', 'layer_norm', 'group_norm', 'RMSNorm', 'LayerNorm', 'GroupNorm'],
     'fla.modules.fused_norm_gate': ['rms_norm_gated', 'FusedRMSNormGated'],
     'fla.modules.convolution': ['causal_conv1d', 'causal_conv1d_update', 'ShortConvolution'],
     'fla.modules.fused_cross_entropy': ['cross_entropy_loss', 'FusedCrossEntropyLoss'],
@@ -23,6 +23,10 @@ PATHS = {
 
 SIGNATURES = {
     'layernorm.rms_norm': 'x, weight, bias=None, residual=None, eps=1e-05, prenorm=False, residual_in_fp32=False',
+    'layernorm.layer_norm': 'x, weight, bias=None, residual=None, eps=1e-05, prenorm=False, residual_in_fp32=False, '
+    'is_rms_norm=False',
+    'layernorm.group_norm': 'x, weight, bias=None, residual=None, eps=1e-05, prenorm=False, residual_in_fp32=False, '
+    'is_rms_norm=False, num_groups=1',
     'fused_norm_gate.rms_norm_gated': "x, g, weight, bias=None, activation='swish', residual=None, prenorm=False, "
     'residual_in_fp32=False, eps=1e-06',
     'l2norm.l2norm': 'x, eps=1e-06, output_dtype=None',
@@ -61,6 +65,8 @@ def test_signatures(name):
 
 CALLS = {
     'layernorm.rms_norm': lambda x: (x, x[0, 0]),
+    'layernorm.layer_norm': lambda x: (x, x[0, 0]),
+    'layernorm.group_norm': lambda x: (x, x[0, 0]),
     'fused_norm_gate.rms_norm_gated': lambda x: (x, x, x[0, 0]),
     'l2norm.l2norm': lambda x: (x,),
     'activations.swiglu': lambda x: (x, x),

@@ -1,0 +1,441 @@
+"""Norms over the last dimension, forward and backward: one kernel each for all of them.
+
+A row (of a group, where there are several) is read once and stays in registers, unless it is longer than `IN_REGISTERS`;
+such rows are read again, tile by tile, from the cache. Backward computes the statistics of a row anew: the row is there, and
+nothing but inputs has to be kept. Gradients of weight and bias are summed by each program over its rows, and the sums of the
+programs are added by PyTorch, so that no result depends on an order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+# Elements of the longest row that stays in registers: forward, backward.
+IN_REGISTERS = (32768, 8192)
+# Elements of a tile of a longer row.
+TILE = 8192
+
+
+class Norm(NamedTuple):
+    """What is computed of `s = x + residual`: `(s - mean) / sqrt(...) weight + bias`, times an activation of the gate."""
+
+    kind: str  # 'rms'; 'layer', which subtracts the mean; 'l2', which sums squares instead of averaging them
+    eps: float
+    activation: str = ''  # of the gate: 'swish' or 'sigmoid'
+    num_groups: int = 1
+
+
+@triton.jit
+def _activated(gate, ACTIVATION: tl.constexpr):
+    """The activation of the gate, and its derivative."""
+    sigmoid = tl.sigmoid(gate)
+    if ACTIVATION == 'sigmoid':
+        return sigmoid, sigmoid * (1 - sigmoid)
+    else:
+        return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
+
+
+@triton.jit
+def _sum_of(x, residual, row, x_stride, residual_stride, col, inside):
+    """Elements of x + residual in float32."""
+    s = tl.load(x + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        s += tl.load(residual + row * residual_stride + col, mask=inside, other=0.0).to(tl.float32)
+    return s
+
+
+@triton.jit
+def _parameter(p, first, col, D: tl.constexpr, default: tl.constexpr):
+    """Elements of weight or bias in float32."""
+    if p is None:
+        return tl.full(col.shape, default, tl.float32)
+    else:
+        return tl.load(p + first + col, mask=col < D, other=0.0, eviction_policy='evict_last').to(tl.float32)
+
+
+@triton.jit(do_not_specialize=['count'])
+def _forward(
+    x,
+    residual,
+    g,
+    weight,
+    bias,
+    y,
+    total,
+    count,
+    x_stride,
+    residual_stride,
+    g_stride,
+    eps,
+    D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KIND: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """ROWS whole rows of a group, of D elements each."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    first = tl.program_id(1) * D
+    col = tl.arange(0, BD)[None, :]
+    inside = (row < count) & (col < D)
+    out = row * (D * GROUPS) + first + col
+    s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside)
+    if total is not None:
+        tl.store(total + out, s.to(total.dtype.element_ty), mask=inside)
+    if KIND == 'layer':
+        s = tl.where(inside, s - (tl.sum(s, 1) / D)[:, None], 0.0)
+    square = tl.sum(s * s, 1)
+    s *= tl.rsqrt((square if KIND == 'l2' else square / D) + eps)[:, None]
+    if weight is not None:
+        s *= _parameter(weight, first, col, D, 1.0)
+    if bias is not None:
+        s += _parameter(bias, first, col, D, 0.0)
+    if g is not None:
+        gate = tl.load(g + row * g_stride + first + col, mask=inside, other=0.0)
+        s *= _activated(gate.to(tl.float32), ACTIVATION)[0]
+    tl.store(y + out, s.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _statistics(
+    x, residual, row, x_stride, residual_stride, first, eps, D: tl.constexpr, KIND: tl.constexpr, BD: tl.constexpr
+):
+    """Mean and reciprocal deviation of a long row, read once for each."""
+    col = tl.arange(0, BD)
+    mean = 0.0
+    if KIND == 'layer':
+        sums = tl.zeros((BD,), tl.float32)
+        for start in range(0, D, BD):
+            at = start + col
+            sums += _sum_of(x, residual, row, x_stride, residual_stride, first + at, at < D)
+        mean = tl.sum(sums, 0) / D
+    squares = tl.zeros((BD,), tl.float32)
+    for start in range(0, D, BD):
+        at = start + col
+        s = _sum_of(x, residual, row, x_stride, residual_stride, first + at, at < D)
+        if KIND == 'layer':
+            s = tl.where(at < D, s - mean, 0.0)
+        squares += s * s
+    square = tl.sum(squares, 0)
+    return mean, tl.rsqrt((square if KIND == 'l2' else square / D) + eps)
+
+
+@triton.jit
+def _forward_long(
+    x,
+    residual,
+    g,
+    weight,
+    bias,
+    y,
+    total,
+    x_stride,
+    residual_stride,
+    g_stride,
+    eps,
+    D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KIND: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """One row of a group, tile by tile."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * D
+    mean, scale = _statistics(x, residual, row, x_stride, residual_stride, first, eps, D, KIND, BD)
+    for start in range(0, D, BD):
+        col = start + tl.arange(0, BD)
+        inside = col < D
+        out = row * (D * GROUPS) + first + col
+        s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside)
+        if total is not None:
+            tl.store(total + out, s.to(total.dtype.element_ty), mask=inside)
+        s = (s - mean) * scale
+        if weight is not None:
+            s *= _parameter(weight, first, col, D, 1.0)
+        if bias is not None:
+            s += _parameter(bias, first, col, D, 0.0)
+        if g is not None:
+            gate = tl.load(g + row * g_stride + first + col, mask=inside, other=0.0)
+            s *= _activated(gate.to(tl.float32), ACTIVATION)[0]
+        tl.store(y + out, s.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _through_gate(dy, s, g, dg, w, b, at_g, out, inside, ACTIVATION: tl.constexpr):
+    """The gradient of the norm's result from that of its product with the gate, whose own is stored. s is normalized."""
+    if g is None:
+        return dy
+    else:
+        gate = tl.load(g + at_g, mask=inside, other=0.0).to(tl.float32)
+        value, slope = _activated(gate, ACTIVATION)
+        tl.store(dg + out, (dy * (s * w + b) * slope).to(dg.dtype.element_ty), mask=inside)
+        return dy * value
+
+
+@triton.jit(do_not_specialize=['count'])
+def _backward(
+    x,
+    residual,
+    g,
+    weight,
+    bias,
+    dy,
+    dtotal,
+    dx,
+    dresidual,
+    dg,
+    dweight,
+    dbias,
+    count,
+    x_stride,
+    residual_stride,
+    g_stride,
+    dy_stride,
+    dtotal_stride,
+    eps,
+    D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KIND: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Every so many-th tile of ROWS whole rows of a group. dweight and dbias `[programs, GROUPS, D]`."""
+    first = tl.program_id(1) * D
+    col = tl.arange(0, BD)[None, :]
+    w = _parameter(weight, first, col, D, 1.0)
+    b = _parameter(bias, first, col, D, 0.0)
+    dw = tl.zeros((ROWS, BD), tl.float32)
+    db = tl.zeros((ROWS, BD), tl.float32)
+    for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        row = (start + tl.arange(0, ROWS).to(tl.int64))[:, None]
+        inside = (row < count) & (col < D)
+        out = row * (D * GROUPS) + first + col
+        s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside)
+        d = tl.load(dy + row * dy_stride + first + col, mask=inside, other=0.0)
+        d = d.to(tl.float32)
+        if KIND == 'layer':
+            s = tl.where(inside, s - (tl.sum(s, 1) / D)[:, None], 0.0)
+        square = tl.sum(s * s, 1)
+        scale = tl.rsqrt((square if KIND == 'l2' else square / D) + eps)[:, None]
+        s *= scale
+        d = _through_gate(d, s, g, dg, w, b, row * g_stride + first + col, out, inside, ACTIVATION)
+        if dweight is not None:
+            dw += tl.where(inside, d * s, 0.0)  # beyond the last row s is 0 * inf where eps is 0
+        if dbias is not None:
+            db += d
+        d *= w
+        along = tl.sum(d * s, 1)[:, None]
+        d -= s * (along if KIND == 'l2' else along / D)
+        if KIND == 'layer':
+            d -= (tl.sum(d, 1) / D)[:, None]
+        d *= scale
+        if dtotal is not None:
+            d += tl.load(dtotal + row * dtotal_stride + first + col, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + out, d.to(dx.dtype.element_ty), mask=inside)
+        if dresidual is not None:
+            tl.store(dresidual + out, d.to(dresidual.dtype.element_ty), mask=inside)
+    at = tl.program_id(0) * (D * GROUPS) + first + tl.arange(0, BD)
+    if dweight is not None:
+        tl.store(dweight + at, tl.sum(dw, 0), mask=tl.arange(0, BD) < D)
+    if dbias is not None:
+        tl.store(dbias + at, tl.sum(db, 0), mask=tl.arange(0, BD) < D)
+
+
+@triton.jit(do_not_specialize=['count'])
+def _backward_long(
+    x,
+    residual,
+    g,
+    weight,
+    bias,
+    dy,
+    dtotal,
+    dx,
+    dresidual,
+    dg,
+    dweight,
+    dbias,
+    count,
+    x_stride,
+    residual_stride,
+    g_stride,
+    dy_stride,
+    dtotal_stride,
+    eps,
+    D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KIND: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Every so many-th row of a group, tile by tile. dweight and dbias `[programs, GROUPS, D]` begin at 0, and stay
+    in the cache."""
+    first = tl.program_id(1) * D
+    sums = tl.program_id(0).to(tl.int64) * (D * GROUPS) + first
+    for place in range(tl.program_id(0), count, tl.num_programs(0)):
+        row = tl.cast(place, tl.int64)
+        mean, scale = _statistics(x, residual, row, x_stride, residual_stride, first, eps, D, KIND, BD)
+        along = tl.zeros((BD,), tl.float32)
+        straight = tl.zeros((BD,), tl.float32)
+        for start in range(0, D, BD):
+            col = start + tl.arange(0, BD)
+            inside = col < D
+            s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside)
+            s = tl.where(inside, (s - mean) * scale, 0.0)
+            d = tl.load(dy + row * dy_stride + first + col, mask=inside, other=0.0).to(tl.float32)
+            if g is not None:
+                gate = tl.load(g + row * g_stride + first + col, mask=inside, other=0.0)
+                d *= _activated(gate.to(tl.float32), ACTIVATION)[0]
+            d *= _parameter(weight, first, col, D, 1.0)
+            along += d * s
+            straight += d
+        parallel = tl.sum(along, 0)
+        constant = 0.0
+        if KIND != 'l2':
+            parallel /= D
+        if KIND == 'layer':
+            constant = tl.sum(straight, 0) / D
+        tl.debug_barrier()  # the sums of the row before are written
+        for start in range(0, D, BD):
+            col = start + tl.arange(0, BD)
+            inside = col < D
+            out = row * (D * GROUPS) + first + col
+            w = _parameter(weight, first, col, D, 1.0)
+            b = _parameter(bias, first, col, D, 0.0)
+            s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside)
+            s = (s - mean) * scale
+            d = tl.load(dy + row * dy_stride + first + col, mask=inside, other=0.0).to(tl.float32)
+            d = _through_gate(d, s, g, dg, w, b, row * g_stride + first + col, out, inside, ACTIVATION)
+            if dweight is not None:
+                before = tl.load(dweight + sums + col, mask=inside, other=0.0)
+                tl.store(dweight + sums + col, before + d * s, mask=inside)
+            if dbias is not None:
+                before = tl.load(dbias + sums + col, mask=inside, other=0.0)
+                tl.store(dbias + sums + col, before + d, mask=inside)
+            d = (d * w - s * parallel - constant) * scale
+            if dtotal is not None:
+                d += tl.load(dtotal + row * dtotal_stride + first + col, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx + out, d.to(dx.dtype.element_ty), mask=inside)
+            if dresidual is not None:
+                tl.store(dresidual + out, d.to(dresidual.dtype.element_ty), mask=inside)
+
+
+def forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    g: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    norm: Norm,
+    dtype: torch.dtype,
+    prenorm: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The norm in `dtype`, and with `prenorm` x + residual in the dtype of residual."""
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if prenorm and residual is not None else None
+    if x.numel() == 0:
+        return y, total
+    count, D = x.numel() // x.shape[-1], x.shape[-1] // norm.num_groups
+    inputs, strides = _rows(x, residual, g)
+    arguments = (*inputs, _flat(weight), _flat(bias), y, total)
+    options = {'D': D, 'GROUPS': norm.num_groups, 'KIND': norm.kind, 'ACTIVATION': norm.activation}
+    if D > IN_REGISTERS[0]:
+        _forward_long[(count, norm.num_groups)](*arguments, *strides, norm.eps, **options, BD=TILE, num_warps=16)
+        return y, total
+    BD, ROWS, num_warps = _tile(D, 2048, 16)
+    grid = (triton.cdiv(count, ROWS), norm.num_groups)
+    _forward[grid](*arguments, count, *strides, norm.eps, **options, ROWS=ROWS, BD=BD, num_warps=num_warps)
+    return y, total
+
+
+class Gradients(NamedTuple):
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    g: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def backward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    g: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    norm: Norm,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+    needs: Sequence[bool],
+) -> Gradients:
+    """Gradients, of x and, where it is not None, of the residual in these dtypes; of weight and bias if needed."""
+    dx = torch.empty(x.shape, dtype=dtypes[0], device=x.device)
+    dresidual = None if dtypes[1] is None else torch.empty(x.shape, dtype=dtypes[1], device=x.device)
+    dg = None if g is None else torch.empty(x.shape, dtype=g.dtype, device=x.device)
+    parameters = [p if need else None for p, need in zip((weight, bias), needs, strict=True)]
+    if x.numel() == 0:
+        return Gradients(dx, dresidual, dg, *(None if p is None else torch.zeros_like(p) for p in parameters))
+    count, D = x.numel() // x.shape[-1], x.shape[-1] // norm.num_groups
+    BD, ROWS, num_warps = (TILE, 1, 32) if D > IN_REGISTERS[1] else _tile(D, 1024, 8)
+    programs = min(triton.cdiv(count, ROWS), max(1, _programs(x.device, num_warps) // norm.num_groups))
+    new = torch.zeros if D > IN_REGISTERS[1] else torch.empty
+    sums = [None if p is None else new((programs, *p.shape), dtype=torch.float32, device=p.device) for p in parameters]
+    inputs, strides = _rows(x, residual, g, dy, dtotal)
+    arguments = (*inputs[:3], _flat(weight), _flat(bias), *inputs[3:], dx, dresidual, dg, *sums, count)
+    options = {'D': D, 'GROUPS': norm.num_groups, 'KIND': norm.kind, 'ACTIVATION': norm.activation, 'BD': BD}
+    grid = (programs, norm.num_groups)
+    if D > IN_REGISTERS[1]:
+        _backward_long[grid](*arguments, *strides, norm.eps, **options, num_warps=num_warps)
+    else:
+        _backward[grid](*arguments, *strides, norm.eps, **options, ROWS=ROWS, num_warps=num_warps)
+    added = (None if p is None or s is None else s.sum(0).to(p.dtype) for p, s in zip(parameters, sums, strict=True))
+    return Gradients(dx, dresidual, dg, *added)
+
+
+def _tile(D: int, elements: int, per_thread: int) -> tuple[int, int, int]:
+    """Elements of a row, rows, and warps of a program of at least so many elements, so many for each thread."""
+    BD = triton.next_power_of_2(D)
+    ROWS = max(1, elements // BD)
+    return BD, ROWS, min(32, ROWS * BD // (32 * per_thread))
+
+
+def _programs(device: torch.device, num_warps: int) -> int:
+    """As many as run at a time, at 32 warps on each multiprocessor."""
+    return _multiprocessors(device) * (32 // num_warps)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == 'cuda':
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == 'xpu':
+        return torch.xpu.get_device_properties(device).gpu_subslice_count
+    return 1  # an interpreter
+
+
+def _rows(*tensors: torch.Tensor | None) -> tuple[list[Any], list[int]]:
+    """Tensors, or copies where it must be, as rows that are evenly apart, each contiguous; and how far apart they are."""
+    found, strides = [], []
+    for x in tensors:
+        stride = 0 if x is None else x.shape[-1]
+        if x is not None and not x.is_contiguous():
+            x = x.reshape(-1, x.shape[-1])
+            if x.stride(1) != 1:
+                x = x.contiguous()
+            stride = x.stride(0)
+        found.append(x)
+        strides.append(stride)
+    return found, strides
+
+
+def _flat(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    return None if parameter is None else parameter.contiguous()

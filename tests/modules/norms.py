@@ -1,0 +1,96 @@
+"""The Triton kernels of the norms, called as users call them, against the reference in float64. Interpreted on a CPU and
+compiled on a GPU, they are held to the same bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fla.modules.fused_norm_gate import rms_norm_gated
+from fla.modules.l2norm import l2norm
+from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.ops.backends import trace, use_backend
+from tests import bounds
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# name -> function, options; every kind, activation and output of the kernels
+KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    'rms': (rms_norm, {}),
+    'rms prenorm': (rms_norm, {'prenorm': True}),
+    'layer': (layer_norm, {}),
+    'layer prenorm': (layer_norm, {'prenorm': True}),
+    'groups': (group_norm, {'num_groups': 4}),
+    'rms groups': (group_norm, {'num_groups': 4, 'is_rms_norm': True, 'prenorm': True}),
+    'swish': (rms_norm_gated, {'activation': 'swish'}),
+    'sigmoid': (rms_norm_gated, {'activation': 'sigmoid', 'prenorm': True}),
+    'l2': (l2norm, {}),
+}
+BARE: tuple[str, ...] = ()
+EVERYTHING = ('weight', 'bias', 'residual')
+
+
+def given(kind: str, shape, dtype=FP32, extras=EVERYTHING, wide=(), device='cpu', seed=0) -> dict[str, torch.Tensor]:
+    """The tensors of a call; those in `wide` in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    function = KINDS[kind][0]
+    names = ['x', *(['g'] if function is rms_norm_gated else []), *(() if function is l2norm else extras)]
+    made = {}
+    for name in names:
+        size = shape[-1:] if name in ('weight', 'bias') else shape
+        made[name] = torch.randn(size, generator=generator).to(device, FP32 if name in wide else dtype)
+    return made
+
+
+def call(kind: str, tensors: dict[str, torch.Tensor], backend: str = 'default', **more) -> tuple[torch.Tensor, ...]:
+    """The results, from that backend and no other."""
+    function, options = KINDS[kind]
+    if function is not l2norm:
+        tensors = {'weight': None, **tensors}
+    with use_backend(backend, op='modules'), trace() as recorded:
+        out = function(**tensors, **options, **more)
+    assert recorded.last_backend(f'modules.{function.__name__}') == backend
+    return out if isinstance(out, tuple) else (out,)
+
+
+def upstream(results: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Gradients of some results, the same on every device."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(x.shape, generator=generator).to(x) for x in results]
+
+
+def everything(kind: str, tensors: dict[str, torch.Tensor], backend: str = 'default', **more) -> dict[str, torch.Tensor]:
+    """Results and gradients by name."""
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    results = call(kind, leaves, backend, **more)
+    gradients = torch.autograd.grad(results, list(leaves.values()), upstream(results))
+    found = dict(zip(('y', 'total'), results, strict=False))
+    return found | {f'd{name}': x for name, x in zip(leaves, gradients, strict=True)}
+
+
+def exact(kind: str, tensors: dict[str, torch.Tensor], like: dict[str, torch.Tensor], **more) -> dict[str, torch.Tensor]:
+    """The same in float64, for upstream gradients rounded as those of `like`."""
+    leaves = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
+    results = call(kind, leaves, 'reference', **more)
+    rounded = upstream(tuple(like[name] for name in ('y', 'total') if name in like))
+    gradients = torch.autograd.grad(results, list(leaves.values()), [x.double() for x in rounded])
+    found = dict(zip(('y', 'total'), results, strict=False))
+    return found | {f'd{name}': x for name, x in zip(leaves, gradients, strict=True)}
+
+
+def check(kind: str, tensors: dict[str, torch.Tensor], backend: str = 'default', **more) -> None:
+    """Every result and gradient is within the bound of the narrowest dtype of the call, and of its own dtype and shape."""
+    found = everything(kind, tensors, backend, **more)
+    right = exact(kind, tensors, found, **more)
+    narrowest = max((x.dtype for x in (*tensors.values(), found['y'])), key=bounds.of_norm)
+    wrong = {}
+    for name, x in found.items():
+        assert x.shape == right[name].shape
+        if name.startswith('d'):
+            assert x.dtype == tensors[name[1:]].dtype
+        error = bounds.relative_rms(right[name].detach(), x.detach())
+        if not error <= bounds.of_norm(narrowest):
+            wrong[name] = error
+    assert not wrong, f'{wrong}, the bound is {bounds.of_norm(narrowest)}'

@@ -1,0 +1,328 @@
+"""The Triton kernels of the norms under the interpreter, and compiled for GPUs that are not here."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip('triton')
+from fla.modules.fused_norm_gate import rms_norm_gated
+from fla.modules.kernels import norms as kernels
+from fla.modules.kernels import norms_autograd
+from fla.modules.l2norm import l2norm
+from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.ops.backends import explain, trace, use_backend
+from tests.modules.norms import BARE, BF16, EVERYTHING, FP16, FP32, KINDS, call, check, everything, given, upstream
+from tests.triton_support.compile_only import compile_only
+
+every_kind = pytest.mark.parametrize('kind', KINDS)
+interpreted = pytest.mark.interpreted
+
+
+@pytest.fixture
+def long_rows(monkeypatch):
+    """Rows of more than 16 elements are long."""
+    monkeypatch.setattr(kernels, 'IN_REGISTERS', (16, 16))
+    monkeypatch.setattr(kernels, 'TILE', 32)
+
+
+@interpreted
+@pytest.mark.parametrize('extras', [BARE, ('weight',), EVERYTHING], ids=len)
+@every_kind
+def test_float32(kind, extras):
+    check(kind, given(kind, (2, 5, 100), extras=extras))
+
+
+@interpreted
+@pytest.mark.parametrize('extras', [BARE, EVERYTHING], ids=len)
+@every_kind
+def test_long_rows(long_rows, kind, extras):
+    """More rows than programs, so that a program adds to its own sums."""
+    check(kind, given(kind, (3, 5, 100), extras=extras))
+
+
+@interpreted
+@pytest.mark.parametrize('dtype', [BF16, FP16], ids=str)
+@every_kind
+def test_half_precision(kind, dtype):
+    check(kind, given(kind, (3, 64), dtype))
+    check(kind, given(kind, (3, 64), dtype, wide=('weight', 'bias', 'residual')))
+
+
+@interpreted
+@every_kind
+def test_half_precision_of_long_rows(long_rows, kind):
+    check(kind, given(kind, (3, 64), BF16, wide=('residual',)))
+
+
+@interpreted
+@pytest.mark.parametrize('shape', [(1, 4), (4,), (1, 1, 4), (300, 4), (2, 132), (2, 1024 + 4)], ids=str)
+@every_kind
+def test_sizes(kind, shape):
+    """With an eps that keeps a row of few equal numbers from being all rounding."""
+    check(kind, given(kind, shape), eps=0.1)
+
+
+@interpreted
+@pytest.mark.parametrize('kind', [kind for kind in KINDS if 'groups' not in kind])
+def test_one_element(kind):
+    """Of which layer_norm leaves nothing but the bias."""
+    found = everything(kind, given(kind, (3, 1), extras=('bias',)))
+    assert all(x.isfinite().all() for x in found.values())
+
+
+@interpreted
+@pytest.mark.parametrize('shape', [(0, 8), (2, 0, 8), (2, 0)], ids=str)
+@every_kind
+def test_nothing(kind, shape):
+    if 'groups' in kind and not shape[-1]:
+        pytest.skip('no groups')
+    tensors = given(kind, shape)
+    found = everything(kind, tensors)
+    for name, x in found.items():
+        like = tensors[name[1:]] if name.startswith('d') else tensors['x']
+        assert (x.shape, x.dtype) == (like.shape, like.dtype)
+        assert name not in ('dweight', 'dbias') or x.eq(0).all()
+
+
+@interpreted
+@pytest.mark.parametrize('shape', [(4, 6, 8), (4, 3, 8)], ids=str)
+@every_kind
+def test_any_strides(kind, shape):
+    """Rows of a wider tensor, transposed, of stride 0, of a step of 2, and the last dimension of stride 0."""
+    tensors = given(kind, shape)
+    layouts = (
+        lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+        lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    )
+    expected = everything(kind, tensors)
+    for layout in layouts:
+        strided = {name: layout(x) if x.dim() > 1 else x.repeat_interleave(2)[::2] for name, x in tensors.items()}
+        found = everything(kind, strided)
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        assert found['y'].is_contiguous()
+    for narrowed in (tensors['x'][:1].expand(shape), tensors['x'][..., :1].expand(shape)):
+        check(kind, {**tensors, 'x': narrowed}, eps=0.1)
+
+
+@interpreted
+@every_kind
+def test_gradients_of_any_strides(kind):
+    tensors = given(kind, (4, 6, 8))
+    leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+    results = call(kind, leaves)
+    dense = upstream(results)
+    for gradients in (
+        [x[:1].expand(x.shape) for x in dense],
+        [x.transpose(0, 2).contiguous().transpose(0, 2) for x in dense],
+    ):
+        found = torch.autograd.grad(results, list(leaves.values()), gradients, retain_graph=True)
+        expected = torch.autograd.grad(
+            results, list(leaves.values()), [x.contiguous() for x in gradients], retain_graph=True
+        )
+        assert all(map(torch.equal, found, expected))
+
+
+@interpreted
+def test_rows_that_are_not_there_do_not_spoil_sums():
+    """Zeros with eps=0 have an infinite reciprocal norm: those of the last tile that no row stands for."""
+    x, weight = torch.ones(3, 4), torch.ones(4, requires_grad=True)
+    with use_backend('default', op='modules'):
+        (dweight,) = torch.autograd.grad(rms_norm(x, weight, eps=0.0).sum(), weight)
+    assert dweight.tolist() == [3.0] * 4
+
+
+@interpreted
+@pytest.mark.parametrize('dtype', [FP16, BF16, FP32, torch.float64])
+def test_l2norm_output_dtype(dtype):
+    check('l2', given('l2', (3, 20), BF16), output_dtype=dtype)
+    assert call('l2', given('l2', (3, 20), BF16), output_dtype=dtype)[0].dtype == dtype
+
+
+@interpreted
+def test_only_what_is_asked_for():
+    """A gradient that nobody needs is None, and its sums are not made."""
+    tensors = given('sigmoid', (3, 8))
+    expected = everything('sigmoid', tensors)
+    for name in tensors:
+        leaves = {n: x.detach().requires_grad_(n == name) for n, x in tensors.items()}
+        results = call('sigmoid', leaves)
+        results[0].backward(upstream(results)[0], retain_graph=True)
+        results[1].backward(upstream(results)[1]) if results[1].requires_grad else None
+        assert [n for n, x in leaves.items() if x.grad is not None] == [name]
+        torch.testing.assert_close(leaves[name].grad, expected[f'd{name}'])
+
+
+@interpreted
+def test_a_shared_gradient_is_shared_by_no_leaves():
+    """x and residual of one dtype have one gradient, which autograd is given twice; what it stores are two tensors."""
+    tensors = given('rms prenorm', (3, 8))
+    leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+    y, total = call('rms prenorm', leaves)
+    (y.sum() + total.sum()).backward()
+    assert torch.equal(leaves['x'].grad, leaves['residual'].grad)
+    assert leaves['x'].grad.data_ptr() != leaves['residual'].grad.data_ptr()
+
+
+@interpreted
+def test_the_sum_without_a_residual():
+    x = torch.randn(3, 8).bfloat16()
+    with use_backend('default', op='modules'):
+        assert rms_norm(x, None, prenorm=True)[1] is x
+        total = rms_norm(x, None, prenorm=True, residual_in_fp32=True)[1]
+    assert torch.equal(total, x.float())
+
+
+@interpreted
+@every_kind
+def test_same_bits_twice(kind):
+    tensors = given(kind, (40, 72), BF16)
+    first, second = everything(kind, tensors), everything(kind, tensors)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@interpreted
+@every_kind
+def test_differentiable_once(kind):
+    """And a clear error, no wrong number, the second time."""
+    leaves = {name: x.requires_grad_() for name, x in given(kind, (3, 8)).items()}
+    results = call(kind, leaves)
+    with pytest.raises(RuntimeError, match='double backward'):
+        torch.autograd.grad(results[0].sum(), leaves['x'], create_graph=True)
+
+
+@interpreted
+@every_kind
+def test_compiled(kind):
+    torch._dynamo.reset()
+    tensors = given(kind, (3, 8), wide=('residual',))
+    function, options = KINDS[kind]
+    compiled = torch.compile(function, fullgraph=True, backend='aot_eager')
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+    optional = {} if function is l2norm else {'weight': None}
+    with use_backend('default', op='modules'), trace() as recorded:
+        results = compiled(**(optional | leaves), **options)
+    assert [(record.backend, record.compiled) for record in recorded] == [('default', True)]
+    results = results if isinstance(results, tuple) else (results,)
+    found = [*results, *torch.autograd.grad(results, list(leaves.values()), upstream(results))]
+    for got, right in zip(found, everything(kind, tensors).values(), strict=True):
+        torch.testing.assert_close(got, right)
+    torch._dynamo.reset()
+
+
+@interpreted
+@pytest.mark.parametrize('strict', [False, True])
+def test_exported(strict):
+    class Layer(torch.nn.Module):
+        def forward(self, x, weight, residual, g):
+            y, total = rms_norm(x, weight, residual=residual, prenorm=True)
+            return rms_norm_gated(y, g, weight), total
+
+    arguments = [x.requires_grad_() for x in (torch.randn(3, 8), torch.randn(8), torch.randn(3, 8), torch.randn(3, 8))]
+    with use_backend('default', op='modules'):
+        program = torch.export.export(Layer(), tuple(arguments), strict=strict).module()
+        right = Layer()(*arguments)
+    found = program(*arguments)
+    torch.testing.assert_close(found, right)
+    for one, other in zip(found, right, strict=True):
+        leaves = [x for x in arguments if one is found[0] or x is arguments[0]]
+        got, expected = (torch.autograd.grad(y.sum(), leaves, retain_graph=True) for y in (one, other))
+        torch.testing.assert_close(got, expected)
+
+
+@interpreted
+@pytest.mark.parametrize('kind', ['rms', 'layer prenorm', 'sigmoid', 'l2'])
+def test_operators(kind):
+    """`opcheck` compares what an operator does with what its fake says, strides included."""
+    tensors = given(kind, (3, 8), BF16)
+    x, residual, g, weight, bias = (tensors.get(name) for name in ('x', 'residual', 'g', 'weight', 'bias'))
+    flags = (
+        kind.split()[0] if kind in ('rms', 'layer prenorm', 'l2') else 'rms',
+        1e-5,
+        'sigmoid' if g is not None else '',
+        1,
+    )
+    arguments = [one if one is None else one.requires_grad_() for one in (x, residual, g, weight, bias)]
+    if KINDS[kind][1].get('prenorm'):
+        torch.library.opcheck(norms_autograd._norm_prenorm.op, (*arguments, *flags, False))
+    else:
+        torch.library.opcheck(norms_autograd._norm.op, (*arguments, *flags, BF16, False))
+
+
+@interpreted
+@every_kind
+def test_fake_tensors(kind):
+    tensors = given(kind, (2, 3, 8), BF16, wide=('residual',))
+    right = [(x.shape, x.dtype, x.stride()) for x in everything(kind, tensors).values()]
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(x) for name, x in tensors.items()}
+        found = everything(kind, fakes)
+    assert [(x.shape, x.dtype, x.stride()) for x in found.values()] == right
+
+
+@interpreted
+@pytest.mark.parametrize('name', ['x', 'weight', 'bias', 'residual'])
+def test_float64_goes_to_the_reference(name):
+    tensors = given('rms', (3, 8))
+    tensors[name] = tensors[name].double()
+    decision = explain(rms_norm, **tensors)
+    assert decision.winner == 'reference'
+    assert f'dtype of {name!r} must be' in decision['default'].reason
+
+
+@interpreted
+def test_the_default_serves_what_it_can():
+    x = torch.randn(2, 8)
+    calls = {rms_norm: (x, None), layer_norm: (x, None), group_norm: (x, None), rms_norm_gated: (x, x, None), l2norm: (x,)}
+    assert {explain(function, *arguments).winner for function, arguments in calls.items()} == {'default'}
+    many = torch.randn(1, 65536)
+    assert 'at most 65535 groups' in explain(group_norm, many, None, num_groups=65536)['default'].reason
+
+
+@interpreted
+def test_bad_calls_are_refused_before_any_backend():
+    x = torch.randn(2, 4)
+    for backend in ('default', 'reference'):
+        with use_backend(backend, op='modules'), pytest.raises(ValueError, match=r'weight must be \[D\] = \[4\], got \[3\]'):
+            rms_norm(x, torch.ones(3))
+
+
+def test_a_cpu_gets_the_reference_and_the_default_says_what_it_needs():
+    x = torch.randn(2, 8)
+    calls = {rms_norm: (x, None), layer_norm: (x, None), group_norm: (x, None), rms_norm_gated: (x, x, None), l2norm: (x,)}
+    for function, arguments in calls.items():
+        with trace() as recorded:
+            function(*arguments)
+        assert recorded.last_backend(f'modules.{function.__name__}') == 'reference'
+        with pytest.raises(RuntimeError, match=f'{function.__name__}: the default .* needs a GPU; x is on cpu'):
+            function.__wrapped__(*arguments)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ('capability', 'dim'), [((9, 0), 128), *((c, d) for c in ((8, 0), (9, 0), (10, 0), (12, 0)) for d in (8192, 65536))]
+)
+def test_compiles(capability, dim):
+    """And fits: see `compile_only`."""
+    x, weight = (torch.empty(*shape, dim, dtype=BF16, device='meta') for shape in ((64,), ()))
+    narrow, wide = kernels.Norm('layer', 1e-5), kernels.Norm('rms', 1e-5, 'swish')
+    with compile_only(capability) as compiled:
+        kernels.forward(x, x, None, weight, weight, narrow, BF16, True)
+        kernels.backward(x, None, None, weight, weight, x, x, narrow, (BF16, None), (True, True))
+        kernels.forward(x, None, x, weight, None, wide, BF16, False)
+        kernels.backward(x, None, x, weight, None, x, None, wide, (BF16, None), (True, False))
+    assert dim > 8192 or max(one.spilled for one in compiled) <= 16  # Triton 3.6 spills two registers of one
+    print(*compiled, sep='\n')
+
+
+@pytest.mark.triton
+def test_few_specialisations():
+    """Lengths and strides compile nothing anew."""
+    with compile_only((9, 0)) as compiled:
+        for count, width in ((1, 64), (2, 64), (17, 128), (4096, 64), (16, 192)):
+            x = torch.empty(count, width, device='meta')[:, :64]
+            weight = torch.empty(64, device='meta')
+            kernels.forward(x, x, None, weight, None, kernels.Norm('rms', 1e-5), FP32, True)
+            kernels.backward(x, None, None, weight, None, x, x, kernels.Norm('rms', 1e-5), (FP32, None), (True, False))
+    assert [one.name for one in compiled] == ['_forward', '_backward']
