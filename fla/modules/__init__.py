@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from fla.modules import activations, l2norm
 from fla.modules.convolution import ShortConvolution
 from fla.modules.fused_cross_entropy import FusedCrossEntropyLoss
 from fla.modules.fused_linear_cross_entropy import FusedLinearCrossEntropyLoss
@@ -19,6 +20,8 @@ __all__ = [
     'RMSNorm',
     'RotaryEmbedding',
     'ShortConvolution',
+    'activations',
+    'l2norm',
 ]
 
 TYPE_CHECKING = False
