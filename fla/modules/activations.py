@@ -35,7 +35,7 @@ def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
-    require_triton('swiglu', x)
+    require_triton('swiglu', x, 'x')
     from fla.modules.kernels import activations
 
     out: torch.Tensor = activations.swiglu(x, y)
@@ -64,7 +64,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
     Source: as for `swiglu`.
     """
-    require_triton('silu_and_mul', x)
+    require_triton('silu_and_mul', x, 'x')
     from fla.modules.kernels import activations
 
     out: torch.Tensor = activations.silu_and_mul(x)
@@ -102,7 +102,7 @@ def swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: 
 
     Source: as for `swiglu`.
     """
-    require_triton('swiglu_linear', x)
+    require_triton('swiglu_linear', x, 'x')
     from fla.modules.kernels import activations
 
     if under_autocast(x):

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from fla.modules.checks import check_dims, check_floating, check_shape
-from fla.ops.backends import check_tensors, dispatch
+from fla.ops.backends import check_tensors, dispatch, runs_on_triton
 from fla.ops.common.checks import check_cu_seqlens
 from fla.ops.common.gates import wide
+from fla.ops.common.triton_call import require_triton
 
 
 def rotary_embedding_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
@@ -38,6 +39,7 @@ def _check(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    inplace: bool,
     seqlen_offsets: int | torch.Tensor,
     cu_seqlens: torch.Tensor | None,
     check_values: bool,
@@ -50,6 +52,8 @@ def _check(
     check_shape('sin', sin, cos.shape, 'shaped like cos')
     if 2 * cos.shape[1] > x.shape[3]:
         raise ValueError(f'cos [S, R / 2] turns R = {2 * cos.shape[1]} channels, but x has D = {x.shape[3]}')
+    if inplace and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(f'x is written into with inplace=True, but elements share memory, strides {x.stride()}: clone() it')
     count = check_cu_seqlens(x, cu_seqlens, None, check_values)
     if isinstance(seqlen_offsets, torch.Tensor):
         check_tensors(x=x, seqlen_offsets=seqlen_offsets)
@@ -61,13 +65,27 @@ def _check(
             f'cos has S = {cos.shape[0]} rows, too few for T = {x.shape[1]} steps from position '
             f'seqlen_offsets = {seqlen_offsets} on'
         )
+    if x.shape[1] and not cos.shape[0]:
+        raise ValueError(f'cos has S = 0 rows, too few for T = {x.shape[1]} steps')
     if check_values and x.shape[1]:
         last = positions(x, seqlen_offsets, cu_seqlens).aminmax()
         if last.min < 0 or last.max >= cos.shape[0]:
             raise ValueError(f'cos has S = {cos.shape[0]} rows, but positions go from {last.min} to {last.max}')
 
 
-@dispatch('modules', check=_check, mutates=('x',))
+class _OnTriton(runs_on_triton):
+    """float64 is for the reference: the kernel computes in float32."""
+
+    dtypes = {'x': (torch.float16, torch.bfloat16, torch.float32)}
+
+
+def _fixed_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[bool, str | None]:
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        return False, 'the Triton kernel has no gradient of cos and sin'
+    return True, None
+
+
+@dispatch('modules', check=_check, default_verifier=(_OnTriton, _fixed_tables), mutates=('x',))
 def rotary_embedding(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -84,7 +102,7 @@ def rotary_embedding(
         cos, sin: `[S, R / 2]`, R at most D: a row for each position, any floating dtype. On the device nothing reads past
             them: a position beyond gets the nearest row.
         interleaved: pairs are neighbours; otherwise channel i is paired with i + R / 2.
-        inplace: write into x and return it.
+        inplace: write into x and return it. Where x needs a gradient, that takes a copy.
         seqlen_offsets: position of each sequence's first step: one for all, or a tensor `[N]`, int32 or int64.
         cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1.
 
@@ -96,14 +114,10 @@ def rotary_embedding(
 
     Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
     """
-    if cu_seqlens is None and isinstance(seqlen_offsets, int):
-        rows = slice(seqlen_offsets, seqlen_offsets + x.shape[1])
-        cos, sin = cos[rows], sin[rows]
-    elif cos.shape[0]:
-        place = positions(x, seqlen_offsets, cu_seqlens).clamp(0, cos.shape[0] - 1)
-        cos, sin = cos[place], sin[place]
-    y = rotary_embedding_ref(x, cos, sin, interleaved)
-    return x.copy_(y) if inplace else y
+    require_triton('rotary_embedding', x, 'x')
+    from fla.modules.kernels import rotary
+
+    return rotary.rotary_embedding(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens)
 
 
 def positions(x: torch.Tensor, offsets: int | torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:

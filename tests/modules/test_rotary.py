@@ -128,6 +128,8 @@ def test_scores_depend_on_distance_alone_far_away():
         (lambda x, c: rotary_embedding(x, c, c, seqlen_offsets=torch.tensor([1])), ValueError, 'seqlen_offsets must be'),
         (lambda x, c: rotary_embedding(x, c, c, seqlen_offsets=torch.ones(2)), TypeError, 'seqlen_offsets must be int32'),
         (lambda x, c: rotary_embedding(x, c, c, cu_seqlens=torch.tensor([0, 3])), ValueError, 'batch must be 1'),
+        (lambda x, c: rotary_embedding(x[:1].expand(2, 3, 1, 4), c, c, inplace=True), ValueError, 'elements share memory'),
+        (lambda x, c: rotary_embedding(x, c[:0], c[:0], seqlen_offsets=torch.zeros(2).int()), ValueError, 'S = 0 rows'),
         (lambda x, c: RotaryEmbedding(3), ValueError, 'dim must be even'),
         (lambda x, c: RotaryEmbedding(4)(x, x[:, :1]), ValueError, 'k must be of the batch and time of q'),
         (lambda x, c: RotaryEmbedding(4)(x, x, position_ids=torch.zeros(3)), ValueError, 'position_ids must be'),

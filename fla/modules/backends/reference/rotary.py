@@ -2,6 +2,29 @@
 
 from __future__ import annotations
 
+import torch
+
+from fla.modules.rotary import positions, rotary_embedding_ref
+
 
 class ReferenceRotary:
     """Methods of `Reference` for the rotary embedding."""
+
+    def rotary_embedding(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        interleaved: bool = False,
+        inplace: bool = False,
+        seqlen_offsets: int | torch.Tensor = 0,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if cu_seqlens is None and isinstance(seqlen_offsets, int):
+            rows = slice(seqlen_offsets, seqlen_offsets + x.shape[1])
+            cos, sin = cos[rows], sin[rows]
+        elif cos.shape[0]:
+            place = positions(x, seqlen_offsets, cu_seqlens).clamp(0, cos.shape[0] - 1)
+            cos, sin = cos[place], sin[place]
+        y = rotary_embedding_ref(x, cos, sin, interleaved)
+        return x.copy_(y) if inplace else y

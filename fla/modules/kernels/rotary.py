@@ -1,0 +1,236 @@
+"""The rotary embedding. The backward is the rotation by the negative angle.
+
+A row is one head of one step. Its position is found in the kernel, for packed sequences by a binary search in `cu_seqlens`:
+nothing is prepared before the launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fla.ops.backends.opaque import opaque
+from fla.ops.common.triton_call import DEVICES, on_device_of
+
+
+@triton.jit
+def _table_row(b, t, offset, offsets, cu_seqlens, N, steps, S):
+    """The row of the tables for step t of batch row b, clamped to the tables."""
+    place = t.to(tl.int64)
+    n = b
+    if cu_seqlens is not None:
+        # how many sequences have ended: the first n with cu_seqlens[n + 1] > t
+        n = tl.zeros_like(t)
+        end = tl.zeros_like(t) + N - 1
+        for _ in range(steps):
+            middle = (n + end) // 2
+            ended = tl.load(cu_seqlens + middle + 1) <= t
+            n = tl.where(ended, tl.minimum(middle + 1, end), n)
+            end = tl.where(ended, end, middle)
+        place -= tl.load(cu_seqlens + n).to(tl.int64)
+    if offsets is not None:
+        place += tl.load(offsets + n).to(tl.int64)
+    else:
+        place += offset
+    return tl.minimum(tl.maximum(place, 0), S - 1)
+
+
+@triton.jit(do_not_specialize=['count', 'T', 'H', 'offset', 'N', 'steps', 'S'])
+def _rotate(
+    x,
+    y,
+    cos,
+    sin,
+    offsets,
+    cu_seqlens,
+    count,
+    T,
+    H,
+    offset,
+    N,
+    steps,
+    S,
+    x_b,
+    x_t,
+    x_h,
+    x_d,
+    y_b,
+    y_t,
+    y_h,
+    y_d,
+    cos_s,
+    sin_s,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """REST channels behind the 2 HALF rotated ones are copied, 0 of them in place."""
+    row = tl.program_id(0).to(count.dtype) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    # rows past the end work on the first one, and store nothing
+    row = tl.where(live, row, 0)
+    h = (row % H).to(tl.int64)
+    t = row // H
+    b = t // T
+    t = t % T
+    x += b.to(tl.int64)[:, None] * x_b + t.to(tl.int64)[:, None] * x_t + h[:, None] * x_h
+    y += b.to(tl.int64)[:, None] * y_b + t.to(tl.int64)[:, None] * y_t + h[:, None] * y_h
+
+    col = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = live[:, None] & (col < HALF)
+    if INTERLEAVED:
+        pair = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        pair_inside = live[:, None] & (pair < 2 * HALF)
+        both = tl.load(x + pair * x_d, mask=pair_inside, other=0.0)
+        first, second = tl.split(tl.reshape(both, (ROWS, BLOCK_HALF, 2)))
+    else:
+        first = tl.load(x + col * x_d, mask=inside, other=0.0)
+        second = tl.load(x + (col + HALF) * x_d, mask=inside, other=0.0)
+    if REST > 0:
+        more = tl.arange(0, BLOCK_REST)[None, :]
+        more_inside = live[:, None] & (more < REST)
+        kept = tl.load(x + (more + 2 * HALF) * x_d, mask=more_inside, other=0.0)
+
+    # behind the loads of x, which are on their way meanwhile
+    place = _table_row(b, t, offset, offsets, cu_seqlens, N, steps, S)[:, None]
+    c = tl.load(cos + place * cos_s + col, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + place * sin_s + col, mask=inside, other=0.0).to(tl.float32)
+    if BACK:
+        s = -s
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    turned = (first * c - second * s).to(y.dtype.element_ty)
+    turned_too = (first * s + second * c).to(y.dtype.element_ty)
+
+    if INTERLEAVED:
+        both = tl.reshape(tl.join(turned, turned_too), (ROWS, 2 * BLOCK_HALF))
+        tl.store(y + pair * y_d, both, mask=pair_inside)
+    else:
+        tl.store(y + col * y_d, turned, mask=inside)
+        tl.store(y + (col + HALF) * y_d, turned_too, mask=inside)
+    if REST > 0:
+        tl.store(y + (more + 2 * HALF) * y_d, kept, mask=more_inside)
+
+
+def _launch(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    offsets: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    offset: int,
+    interleaved: bool,
+    back: bool,
+) -> torch.Tensor:
+    """x rotated into y, which may be x."""
+    B, T, H, D = x.shape
+    half = cos.shape[1]
+    rest = 0 if y is x else D - 2 * half
+    if x.numel() == 0 or half == rest == 0:
+        return y
+    cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (cos, sin))
+    offsets, cu_seqlens = (None if one is None else one.contiguous() for one in (offsets, cu_seqlens))
+    count = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if cu_seqlens is not None and count == 0:
+        # only where lengths are wrong are there steps without a sequence
+        cu_seqlens = offsets = None
+    block_half = triton.next_power_of_2(max(half, 1))
+    block_rest = triton.next_power_of_2(max(rest, 1))
+    # 4 KiB of x: 32 bytes a thread of four warps
+    rows = max(1, 4096 // (x.element_size() * max(2 * block_half, block_rest)))
+    warps = min(max(2 * block_half, block_rest) * rows // 512, 16) if rows == 1 else 4
+    with on_device_of(x):
+        _rotate[(triton.cdiv(B * T * H, rows),)](
+            *(x, y, cos, sin, offsets, cu_seqlens, B * T * H, T, H, offset, count, count.bit_length(), cos.shape[0]),
+            *(*x.stride(), *y.stride(), cos.stride(0), sin.stride(0)),
+            *(half, rest, block_half, block_rest, rows, interleaved, back),
+            num_warps=max(warps, 4),
+        )
+    return y
+
+
+def _new(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _forward(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    offsets: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    offset: int,
+    interleaved: bool,
+) -> torch.Tensor:
+    return _launch(x, _new(x), cos, sin, offsets, cu_seqlens, offset, interleaved, False)
+
+
+def _backward(
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    offsets: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    offset: int,
+    interleaved: bool,
+    dy: torch.Tensor,
+) -> torch.Tensor:
+    return _launch(dy, _new(dy), cos, sin, offsets, cu_seqlens, offset, interleaved, True)
+
+
+def _in_place(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    offsets: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    offset: int,
+    interleaved: bool,
+) -> None:
+    _launch(x, x, cos, sin, offsets, cu_seqlens, offset, interleaved, False)
+
+
+_REST = 'Tensor cos, Tensor sin, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, bool interleaved'
+
+rotate = opaque(
+    'fla::rotary_embedding',
+    schema=f'(Tensor x, {_REST}) -> (Tensor y)',
+    forward=_forward,
+    fake=lambda x, cos, sin, offsets, cu_seqlens, offset, interleaved: x.new_empty(x.shape),
+    backward=_backward,
+    fake_backward=lambda cos, sin, offsets, cu_seqlens, offset, interleaved, dy: dy.new_empty(dy.shape),
+    grads=('x',),
+    devices=DEVICES,
+)
+
+rotate_in_place = opaque(
+    'fla::rotary_embedding_in_place',
+    schema=f'(Tensor(a!) x, {_REST}) -> ()',
+    forward=_in_place,
+    fake=lambda x, cos, sin, offsets, cu_seqlens, offset, interleaved: None,
+    devices=DEVICES,
+)
+
+
+def rotary_embedding(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    inplace: bool,
+    seqlen_offsets: int | torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor:
+    """`fla.modules.rotary.rotary_embedding` on Triton."""
+    offsets, offset = (seqlen_offsets, 0) if isinstance(seqlen_offsets, torch.Tensor) else (None, seqlen_offsets)
+    if inplace and not (torch.is_grad_enabled() and x.requires_grad):
+        rotate_in_place(x, cos, sin, offsets, cu_seqlens, offset, interleaved)
+        return x
+    y: torch.Tensor = rotate(x, cos, sin, offsets, cu_seqlens, offset, interleaved)
+    # autograd cannot follow a kernel that writes into what it reads
+    return x.copy_(y) if inplace else y
