@@ -87,7 +87,7 @@ def test_a_rule_on_a_dtype(backend):
     [
         ('flag', [{}, {'flag': True}, {'flag': False}]),
         ('scale is not None', [{}, {'scale': 0.5}]),
-        ('scale is not None and scale > 1', [{}, {'scale': 0.5}, {'scale': 2.0}]),
+        ('scale is not None and scale > 1', [{}, {'scale': 1}, {'scale': 2}]),
         ('not flag and scale == 3', [{'scale': 3, 'flag': True}, {'scale': 3}, {'scale': 4}]),
     ],
 )

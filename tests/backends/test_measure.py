@@ -2,6 +2,7 @@
 
 import functools
 import json
+import platform
 import subprocess
 import sys
 import textwrap
@@ -10,10 +11,22 @@ import time
 import pytest
 import torch
 
-from fla.ops.backends import Policy, UnknownNameError, explain, freeze_dispatch, prefer_backend, set_policy, use_backend
+from fla.ops.backends import (
+    Policy,
+    UnknownNameError,
+    card,
+    explain,
+    freeze_dispatch,
+    measuring,
+    prefer_backend,
+    set_policy,
+    unload_measurements,
+    use_backend,
+)
 from fla.ops.backends.errors import FrozenError
 from fla.ops.backends.measurements import Choice, MeasurementError, choose, read
 from fla.ops.backends.measuring import load_measurements, measure
+from fla.utils.devices import Device
 from tests.backends.toy import Toy
 
 
@@ -142,7 +155,18 @@ def test_the_file_is_read_edited_and_loaded(two, tmp_path):
         (lambda c, f: f.update(rules=[{'when': 'z.shape[0] > 1', 'use': ['long']}]), MeasurementError, "no parameter 'z'"),
         (lambda c, f: f.update(rules=[{'when': 'q.shape[', 'use': ['long']}]), ValueError, 'shape'),
         (lambda c, f: f.update(rules=[{'wen': None, 'use': ['long']}]), MeasurementError, 'unknown key .wen.'),
-        (lambda c, f: f.update(rules=[{'when': 3, 'use': []}]), MeasurementError, 'when is a condition or null, got 3'),
+        (lambda c, f: f.update(rules=[{'when': 3, 'use': []}]), MeasurementError, 'when is a condition or null: .*got 3'),
+        (lambda c, f: f.update(rules=[{'when': 'q =', 'use': ['long']}]), MeasurementError, r'f.rules\[0\].when is a cond'),
+        (lambda c, f: f.update(rules=[{'when': None, 'use': 'long'}]), MeasurementError, 'use is a list of backends'),
+        (
+            lambda c, f: f['timings'][0]['milliseconds'].update(long=10**400),
+            MeasurementError,
+            r'milliseconds.long is a number',
+        ),
+        (lambda c, f: f['timings'][0].update(call=3), MeasurementError, r'timings\[0\].call is an object, got 3'),
+        (lambda c, f: c['versions'].update({'': '2'}), MeasurementError, 'versions. is a version or null'),
+        (lambda c, f: c['versions'].update(torch=2), MeasurementError, 'versions.torch is a version or null, got 2'),
+        (lambda c, f: c.update(device='no cuda device'), MeasurementError, 'measure\\(\\) again on this card'),
         (lambda c, f: c.update(format='x'), MeasurementError, 'format is .x.'),
         (lambda c, f: c.pop('versions'), MeasurementError, "lacks 'versions'"),
         (lambda c, f: c['functions'].update({'nowhere.f': f}), UnknownNameError, 'nowhere'),
@@ -158,6 +182,33 @@ def test_a_file_that_does_not_fit_changes_nothing(two, tmp_path, change, error, 
         load_measurements(path)
     assert two.ran(SHORT, SHORT) == 'short'
     assert two.ran(LONG, LONG) == 'long'
+
+
+def test_every_error_of_a_file_is_named_at_once(two, tmp_path):
+    path = tmp_path / 'measured.json'
+    quick(two, path=path)
+    content = json.loads(path.read_text())
+    content['functions'][f'{two.op}.f']['rules'] = [{'when': 'q =', 'use': ['long']}, {'when': 'len(q) > 1', 'use': 'long'}]
+    text = json.dumps(content)
+    path.write_text(text[:-1] + ', "format": "x"}')
+    with pytest.raises(MeasurementError) as caught:
+        load_measurements(path)
+    for words in (
+        "'q =' is no expression",
+        "'len(q)' is not allowed",
+        'rules[1].use',
+        "key 'format' stands twice",
+        "format is 'x'",
+    ):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize('text', ['[' * 100_000, '', 'null', '{'])
+def test_a_file_that_is_no_json_object(two, tmp_path, text):
+    path = tmp_path / 'measured.json'
+    path.write_text(text)
+    with pytest.raises(MeasurementError, match=r'measured\.json'):
+        load_measurements(path)
 
 
 def test_other_versions_are_a_warning(two, tmp_path, caplog):
@@ -242,6 +293,112 @@ def test_what_cannot_be_written_is_not_in_force(two, tmp_path):
     assert two.ran(LONG, LONG) == before == 'short'
 
 
+@pytest.fixture
+def timed(monkeypatch):
+    """Backends of one toy whose times are what the test says."""
+    times = {}
+    monkeypatch.setattr(measuring, '_time', lambda entry, name, *_: times[name])
+    toy = Toy()
+    toy.add('first', priority=1)
+    toy.add('second', priority=2)
+    toy.times = times
+
+    def measure_with(**milliseconds):
+        times.update({'default': 9.0, **milliseconds})
+        return measure([functools.partial(toy.f, SHORT, SHORT)], progress=False, **toy.options)
+
+    toy.options = {}
+    toy.measure = measure_with
+    return toy
+
+
+@pytest.mark.parametrize(
+    ('options', 'milliseconds', 'winner'),
+    [
+        ({}, {'first': 1.0, 'second': 0.99}, 'first'),  # noise
+        ({}, {'first': 1.0, 'second': 0.97}, 'second'),
+        ({}, {'first': 0.99, 'second': 1.0}, 'first'),
+        ({}, {'first': None, 'second': 1.0}, 'second'),
+        ({}, {'first': None, 'second': 9.0, 'default': 8.9}, 'second'),  # the first of the standing order that runs
+        ({}, {'first': 1.0, 'second': 0.999, 'default': 0.5}, 'default'),
+        ({'margin': 0}, {'first': 1.0, 'second': 0.99}, 'second'),
+        ({'margin': 0}, {'first': 1.0, 'second': 1.0}, 'first'),
+        ({'margin': 0.5}, {'first': 1.0, 'second': 0.6}, 'first'),
+    ],
+)
+def test_a_winner_needs_a_margin_over_the_standing_order(timed, options, milliseconds, winner):
+    timed.options = options
+    (measured,) = timed.measure(**milliseconds).functions.values()
+    assert measured.choices == (Choice(None, (winner,)),)
+    assert timed.ran(SHORT, SHORT) == winner
+    ran = {name: time for name, time in {'default': 9.0, **milliseconds}.items() if time is not None}
+    assert list(measured.timings[0].milliseconds)[: len(ran)] == sorted(ran, key=ran.get)  # the file says what was measured
+
+
+def test_what_was_measured_before_is_not_the_standing_order(timed):
+    """Else a choice that noise has made once would stay."""
+    timed.measure(first=1.0, second=0.5)
+    assert timed.ran(SHORT, SHORT) == 'second'
+    timed.measure(first=1.0, second=0.99)
+    assert timed.ran(SHORT, SHORT) == 'first'
+
+
+def test_the_order_of_a_policy_is_the_standing_one(timed):
+    timed.measure(first=1.0, second=0.99)
+    set_policy(Policy(boost={timed.op: {'second': -5}}))
+    timed.measure(first=0.99, second=1.0)
+    assert timed.ran(SHORT, SHORT) == 'second'
+
+
+def test_each_function_keeps_what_was_measured_last_for_it(timed, tmp_path):
+    other = Toy()
+    other.add('first', priority=1)
+    other.add('second', priority=2)
+    timed.measure(first=2.0, second=1.0)
+    path = tmp_path / 'other.json'
+    timed.times.update(first=1.0, second=2.0, default=0.1)
+    measure([functools.partial(other.f, SHORT, SHORT)], progress=False, path=path)
+    assert (timed.ran(), other.ran()) == ('second', 'default')
+    timed.measure(first=1.0, second=2.0)
+    load_measurements(path)
+    assert (timed.ran(), other.ran()) == ('first', 'default')
+    unload_measurements()
+    assert (timed.ran(), other.ran()) == ('first', 'first')
+
+
+def test_the_file_names_card_runtime_and_driver(timed, monkeypatch, tmp_path, caplog):
+    made = timed.measure(first=1.0, second=2.0)
+    assert made.device == card.card('cpu') != f'cpu: {platform.machine()}'
+    assert set(made.versions) == {'torch', 'triton', 'fla-dispatch'}
+    monkeypatch.setattr(measuring, 'platform_of_type', lambda device: 'cuda')
+    monkeypatch.setattr(card, 'devices_of', lambda platform: (Device('cuda', 0, 'NVIDIA H100', (9, 0)),))
+    monkeypatch.setattr(torch.version, 'cuda', '12.9')
+    monkeypatch.setitem(card._DRIVER_FILES, 'cuda', str(tmp_path / 'driver'))
+    driver = 'NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Wed\nGCC version:  gcc version 12.3.0\n'
+    (tmp_path / 'driver').write_text(driver.format('580.65.06'))
+    timed.options = {'path': tmp_path / 'measured.json'}
+    made = timed.measure(first=1.0, second=2.0)
+    assert made.device == 'cuda: NVIDIA H100'
+    assert (made.versions['CUDA'], made.versions['driver']) == ('12.9', '580.65.06')
+    load_measurements(tmp_path / 'measured.json')
+    assert 'measure() again' not in caplog.text
+    (tmp_path / 'driver').write_text(driver.format('590.1'))
+    load_measurements(tmp_path / 'measured.json')
+    assert 'driver was 580.65.06, is 590.1' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('text', 'name'),
+    [
+        ('processor\t: 0\nmodel name\t: AMD EPYC 7B13 64-Core\nflags\t\t: fpu\n', 'cpu: AMD EPYC 7B13 64-Core'),
+        ('processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n', '0x41 0xd4f'),
+    ],
+)
+def test_the_name_of_a_processor(monkeypatch, text, name):
+    monkeypatch.setattr(card, '_text', lambda path: text)
+    assert card.card('cpu').endswith(name)
+
+
 def test_refused_while_frozen(two, tmp_path):
     path = tmp_path / 'measured.json'
     quick(two, path=path)
@@ -255,14 +412,27 @@ def test_refused_while_frozen(two, tmp_path):
 def test_what_cannot_be_measured(toy):
     with pytest.raises(TypeError, match='partial'):
         measure([lambda: 0], progress=False)
+    for wrong in (None, functools.partial(toy.f, SHORT, SHORT)):
+        with pytest.raises(TypeError, match=r'calls is a list of functools\.partial'):
+            measure(wrong, progress=False)
     with pytest.raises(ValueError, match='nothing to measure'):
         measure([], progress=False)
-    for wrong in ({'repeats': 0}, {'repeats': 1.5}, {'warmup': -1}, {'warmup': True}):
+    meta = SHORT.to('meta')
+    with pytest.raises(MeasurementError, match='meta tensors'):
+        measure([functools.partial(toy.f, meta, meta)], progress=False)
+    for wrong in ({'repeats': 0}, {'repeats': 1.5}, {'warmup': -1}, {'warmup': True}, {'margin': 1}, {'margin': True}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             measure([functools.partial(toy.f, SHORT, SHORT)], progress=False, **wrong)
     set_policy(Policy(allow=()))
     with pytest.raises(MeasurementError, match='nobody serves this call'):
         quick(toy)
+
+
+def test_a_call_that_nobody_serves_without_an_error_changes_nothing(two):
+    quick(two)
+    with pytest.raises(MeasurementError, match='each backend that could serve this call raised'):
+        measure([functools.partial(two.f, SHORT[0, 0], SHORT)], progress=False, repeats=1)  # it has no shape[0]
+    assert two.ran(LONG, LONG) == 'long'
 
 
 @pytest.mark.parametrize('rich', [True, False])

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from fla.ops.backends.config.diff import PolicyChange, diff_policy
     from fla.ops.backends.config.load import PolicyFileError
     from fla.ops.backends.measurements import MeasurementError, Measurements
-    from fla.ops.backends.measuring import load_measurements, measure
+    from fla.ops.backends.measuring import load_measurements, measure, unload_measurements
     from fla.ops.backends.versions import PolicyVersion
     from fla.ops.backends.watch import PolicyEvent, PolicyWatcher, WatchError, watch_policy
 
@@ -78,6 +78,7 @@ _ON_REQUEST = {
     'diff_policy': 'config.diff',
     'load_measurements': 'measuring',
     'measure': 'measuring',
+    'unload_measurements': 'measuring',
     'watch_policy': 'watch',
 }
 
@@ -273,6 +274,7 @@ __all__ = [
     'telemetry',
     'thaw_dispatch',
     'trace',
+    'unload_measurements',
     'unload_policy',
     'use_backend',
     'validate',

@@ -221,6 +221,10 @@ class BaseBackend(metaclass=BackendMeta):
         """Available and enabled, now. A convenience: dispatch itself keeps the two apart."""
         return verdict_of(cls.is_available())[0] and bool(cls.is_enabled())
 
+    def explain_notes(self, function: str, arguments: Mapping[str, Any]) -> Sequence[str]:
+        """What `explain` says beside this backend of a call that it can serve, such as which kernel it will take."""
+        return ()
+
     def verify(self, function: str, *args: Any, **kwargs: Any) -> Verdict:
         """What `<function>_verifier` says of a call; accepts where there is none. A convenience: exceptions propagate.
 

@@ -88,7 +88,8 @@ class Condition:
         """As an expression of generated code. `bind(name, value)` gives a value a name there.
 
         Args:
-            traced: for Dynamo, in which a dimension that is not there ends the trace instead of raising.
+            traced: for Dynamo, in which what Python answers with an exception may end the trace instead: a dimension that
+                is not there and, in torch 2.7, an attribute of None or None compared with a number.
         """
         return _Emitter(bind, traced).truth(_parsed(self.text).tree)
 
@@ -105,6 +106,20 @@ def size(tensor: Any, index: int) -> Any:
     if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= index < tensor.dim():
         raise TypeError('no such dimension')
     return tensor.shape[index]
+
+
+def tensor(value: Any) -> torch.Tensor:
+    """A parameter an attribute of which is read. Generated code calls it."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError('no tensor')
+    return value
+
+
+def ordered(value: Any) -> Any:
+    """A parameter that is larger or smaller than a number. Generated code calls it."""
+    if value is None or isinstance(value, (torch.Tensor, str, tuple, list)):
+        raise TypeError('neither larger nor smaller')
+    return value
 
 
 def plain(value: Any) -> Any:
@@ -297,18 +312,25 @@ class _Emitter:
         assert isinstance(node, ast.Compare)
         if isinstance(node.ops[0], (ast.Is, ast.IsNot)):
             return f'({ast.unparse(node)})'
-        parts = [self.operand(node.left)]
-        for op, right in zip(node.ops, node.comparators, strict=True):
-            parts += [_COMPARISONS[type(op)], self.operand(right)]
+        words = [_COMPARISONS[type(op)] for op in node.ops]
+        # a side that stands between two comparisons belongs to both
+        is_ordered = [bool({*words[max(0, i - 1) : i + 1]} & {*_ORDERED}) for i in range(len(words) + 1)]
+        parts = [self.operand(node.left, is_ordered[0])]
+        for word, right, larger in zip(words, node.comparators, is_ordered[1:], strict=True):
+            parts += [word, self.operand(right, larger)]
         return f'({" ".join(parts)})'
 
-    def operand(self, node: ast.expr) -> str:
+    def operand(self, node: ast.expr, is_ordered: bool = False) -> str:
         if isinstance(node, ast.Name) and node.id in DTYPES:
             return self.bind(node.id, DTYPES[node.id])
         if isinstance(node, ast.Name):
-            return f'{self.bind("plain", plain)}({node.id})'
+            test = self.bind('ordered', ordered) if self.traced and is_ordered else self.bind('plain', plain)
+            return f'{test}({node.id})'
         if isinstance(node, (ast.Tuple, ast.List)):
             return f'({", ".join(map(self.operand, node.elts))},)'
-        if self.traced and isinstance(node, ast.Subscript):
-            return f'{self.bind("size", size)}({_attribute(node)[0]}, {ast.unparse(node.slice)})'
-        return ast.unparse(node)
+        name, attribute = _attribute(node)
+        if not self.traced or name is None:
+            return ast.unparse(node)
+        if isinstance(node, ast.Subscript):
+            return f'{self.bind("size", size)}({name}, {ast.unparse(node.slice)})'
+        return f'{self.bind("tensor", tensor)}({name}).{attribute}'

@@ -27,7 +27,7 @@ from fla.ops.backends.environment import Environment
 from fla.ops.backends.errors import DispatchError, FrozenError, RegistrationError, UnknownNameError, unknown_name
 from fla.ops.backends.locking import lock
 from fla.ops.backends.plan import Gate
-from fla.ops.backends.policy import Effective, Layer, Policy, State
+from fla.ops.backends.policy import Effective, Layer, Policy, Rule, State
 from fla.ops.backends.registry import BackendRegistry, Listener
 from fla.ops.backends.signature import Signature, location
 from fla.ops.backends.toggles import Toggles
@@ -525,6 +525,15 @@ class Dispatcher:
         with lock:
             self._measured = Layer(policy, source) if policy is not None else None
             self.push()
+
+    def measured_rules(self) -> tuple[Rule, ...]:
+        """What was measured, as rules for one function each."""
+        return self._measured.policy.rules if self._measured is not None else ()
+
+    def state_without_measured(self) -> State:
+        """The state in force but for what was measured."""
+        now = self.state()
+        return replace(now, layers=tuple(layer for layer in now.layers if layer is not self._measured))
 
     def policy_version(self) -> PolicyVersion | None:
         """The version of the file layer in force, None if there is none."""

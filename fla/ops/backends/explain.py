@@ -353,6 +353,8 @@ def _decision(
             notes.append(f'priority {", ".join(c.boosts)}')
         if c.overridden:
             notes.append(f'forced by {order} although {c.overridden}')
+        if verdict in _CAN_RUN:
+            notes.extend(backend.explain_notes(entry.name, arguments))
         kind = backend.kind if c.member.implementation is not None else 'vendor'
         reports.append(
             CandidateReport(

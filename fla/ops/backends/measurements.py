@@ -5,6 +5,7 @@ JSON and not YAML: it is read at the start of every process, and the standard li
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fla.ops.backends.conditions import Condition, ConditionError
 from fla.ops.backends.errors import DispatchError
 
 FORMAT = 'fla measurements 1'
@@ -101,15 +103,23 @@ def read(path: str | os.PathLike[str]) -> Measurements:
         MeasurementError: names everything that is wrong.
         OSError: if it cannot be read.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding='utf-8'))
-    except ValueError as error:
-        raise MeasurementError(f'{path} is not JSON as measure() writes it: {error}') from None
     problems: list[str] = []
+    try:
+        content = json.loads(Path(path).read_text(encoding='utf-8'), object_pairs_hook=functools.partial(_object, problems))
+    except (ValueError, RecursionError) as error:
+        raise MeasurementError(f'{path} is not JSON as measure() writes it: {error}') from None
     found = _read(content, problems)
     if problems:
         raise MeasurementError(f'{path} holds no measurements:\n' + '\n'.join(f'  {problem}' for problem in problems))
     return Measurements(content['device'], content['versions'], found, str(path))
+
+
+def _object(problems: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        problems += [f'key {name!r} stands twice in one object' for name in found if names.count(name) > 1]
+    return found
 
 
 def _read(content: Any, problems: list[str]) -> dict[str, Measured]:
@@ -123,6 +133,9 @@ def _read(content: Any, problems: list[str]) -> dict[str, Measured]:
         if not isinstance(content[name], dict):
             problems.append(f'{name} is an object, got {content[name]!r}')
             return {}
+    for name, version in content['versions'].items():
+        if not name or not isinstance(version, (str, type(None))):
+            problems.append(f'versions.{name} is a version or null, got {version!r}')
     return {key: _function(key, value, problems) for key, value in content['functions'].items()}
 
 
@@ -134,10 +147,13 @@ def _function(key: str, value: Any, problems: list[str]) -> Measured:
         where = f'functions.{key}.rules[{number}]'
         if not _has_keys(rule, _RULE_KEYS, where, problems):
             continue
-        if not (rule['when'] is None or isinstance(rule['when'], str)):
-            problems.append(f'{where}.when is a condition or null, got {rule["when"]!r}')
-        names = _list(rule['use'], f'{where}.use', problems)
-        if not names or not all(isinstance(name, str) for name in names):
+        if rule['when'] is not None:
+            try:
+                Condition(rule['when'])
+            except ConditionError as error:
+                problems.append(f'{where}.when is a condition or null: {error}')
+        names = rule['use']
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) and name.strip() for name in names):
             problems.append(f'{where}.use is a list of backends, got {rule["use"]!r}')
         else:
             choices.append(Choice(rule['when'], tuple(names)))
@@ -146,9 +162,16 @@ def _function(key: str, value: Any, problems: list[str]) -> Measured:
         if not _has_keys(timing, ('call', 'milliseconds'), where, problems):
             continue
         times = timing['milliseconds']
-        if not isinstance(timing['call'], dict) or not isinstance(times, dict) or not all(map(_is_time, times.values())):
-            problems.append(f'{where} has backends and milliseconds, got {timing!r}')
-        else:
+        before = len(problems)
+        for name, value in (('call', timing['call']), ('milliseconds', times)):
+            if not isinstance(value, dict):
+                problems.append(f'{where}.{name} is an object, got {value!r:.80}')
+        for name, value in times.items() if isinstance(times, dict) else ():
+            if not _is_time(value):
+                problems.append(
+                    f'{where}.milliseconds.{name} is a number from 0, or null where it raised; got {value!r:.80}'
+                )
+        if len(problems) == before:
             timings.append(Timing(timing['call'], times))
     return Measured(tuple(choices), tuple(timings))
 
@@ -179,6 +202,22 @@ def _has_keys(value: Any, keys: Sequence[str], where: str, problems: list[str]) 
 
 
 # -- from timings to choices ----------------------------------------------------------------------------------------------
+
+
+def chosen(milliseconds: Mapping[str, float | None], standing: Sequence[str], margin: float) -> tuple[str, ...]:
+    """The backends that ran, the one to be asked first at the head: the quickest, if it beats the first of the standing
+    order by more than `margin` of that one's time. What two runs of one kernel differ by is to change nothing."""
+    order = Timing({}, milliseconds).order
+    usual = next((name for name in standing if name in order), None)
+    if usual is None or _number(milliseconds[order[0]]) < (1 - margin) * _number(milliseconds[usual]):
+        return order
+    return (usual, *(name for name in order if name != usual))
+
+
+def _number(time: float | None) -> float:
+    assert time is not None
+    return time
+
 
 Interval = tuple[float, float]  # from (included) to (excluded)
 

@@ -3,23 +3,26 @@ another process; it compares sizes with what was written down here."""
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fla.ops.backends import logs
+from fla.ops.backends.card import card, drivers
 from fla.ops.backends.describe import entry_of
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.explain import describe_argument, explain_entry
 from fla.ops.backends.freeze import version_of
-from fla.ops.backends.measurements import Measured, MeasurementError, Measurements, Timing, choose, read
+from fla.ops.backends.measurements import Measured, MeasurementError, Measurements, Timing, choose, chosen, read
 from fla.ops.backends.policy import Policy, Rule
-from fla.utils.devices import devices_of, platform_of_type
+from fla.utils.devices import platform_of_type
 
 
 def measure(
@@ -29,6 +32,7 @@ def measure(
     path: str | os.PathLike[str] | None = None,
     warmup: int = 3,
     repeats: int = 20,
+    margin: float = 0.02,
     progress: bool = True,
     dispatcher: Dispatcher | None = None,
 ) -> Measurements:
@@ -40,25 +44,33 @@ def measure(
         group: process group all of whose ranks call this: its first rank measures, the others get the result.
         path: where to write it (the first rank does).
         warmup, repeats: runs before, and runs of which the median counts.
+        margin: by what part of its time a backend has to beat the one that would be asked first without measurements. Less
+            is taken for noise.
         progress: show a bar.
         dispatcher: the namespace; default: fla's own.
 
     Returns:
-        What was measured; it is in force, below every other layer of policy.
+        What was measured; it is in force, below every other layer of policy, in the place of what was measured before for
+            the same functions.
 
     Raises:
-        ValueError: without a call, or for a number of runs that is none.
+        ValueError: without a call, for a number of runs that is none, or a margin that is none.
         FrozenError: while dispatch is frozen.
-        MeasurementError: if a call can be served by nobody. On every rank, as is an error of writing the file.
+        MeasurementError: if a call can be served by nobody, or raises whoever serves it. On every rank, as is an error of
+            writing the file.
     """
     owner = owner_of(dispatcher)
     owner.refuse_if_frozen('measure')
     for name, value, least in (('warmup', warmup, 0), ('repeats', repeats, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f'{name} must be a whole number from {least}, got {value!r}')
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+        raise ValueError(f'margin must be a part of the time, from 0 to below 1, got {margin!r}')
 
     def measured() -> Measurements:
-        made = _measure(list(calls), warmup, repeats, progress, owner)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, 'there is no such folder to write to', str(Path(path).parent))
+        made = _measure(_listed(calls), warmup, repeats, margin, progress, owner)
         if path is not None:
             made.save(path)
         return made
@@ -69,7 +81,8 @@ def measure(
 
 
 def load_measurements(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> Measurements:
-    """Put in force what `measure(path=…)` wrote, below every other layer of policy.
+    """Put in force what `measure(path=…)` wrote, below every other layer of policy and in the place of what was measured
+    before for the same functions.
 
     Raises:
         MeasurementError: for a file that is none, and for another card; other versions are a warning.
@@ -81,18 +94,28 @@ def load_measurements(path: str | os.PathLike[str], dispatcher: Dispatcher | Non
     owner.refuse_if_frozen('load measurements')
     found = read(path)
     platform = found.device.partition(':')[0]
-    here = _device_name(platform)
+    here = card(platform)
     if here != found.device:
         raise MeasurementError(f'{path} was measured on {found.device!r}, this is {here!r}: measure() again on this card')
-    others = found.other_versions(_versions(list(found.versions)))
+    others = found.other_versions(_versions(list(found.versions), platform))
     if others:
         logs.logger.warning('%s was measured with other versions: %s; measure() again', path, ', '.join(others))
     _put_in_force(owner, found, str(path))
     return found
 
 
+def unload_measurements(dispatcher: Dispatcher | None = None) -> None:
+    """Take away what was measured, of every function.
+
+    Raises:
+        FrozenError: while dispatch is frozen.
+    """
+    owner_of(dispatcher).set_measured(None)
+
+
 def _put_in_force(owner: Dispatcher, made: Measurements, source: str) -> None:
-    rules = []
+    keys = {(key,) for key in made.functions}
+    rules = [rule for rule in owner.measured_rules() if rule.ops not in keys]
     for key, measured in made.functions.items():
         entry = owner.entry(key)
         for choice in measured.choices:
@@ -139,21 +162,33 @@ def _on_first_rank(group: Any, measured: Callable[[], Measurements]) -> Measurem
     return found
 
 
-def _measure(
-    calls: Sequence[functools.partial[Any]], warmup: int, repeats: int, progress: bool, owner: Dispatcher
-) -> Measurements:
-    if not calls:
+def _listed(calls: Iterable[functools.partial[Any]]) -> list[functools.partial[Any]]:
+    wants = 'calls is a list of functools.partial(function, *args, **kwargs)'
+    if not isinstance(calls, Iterable):
+        raise TypeError(f'{wants}, got {calls!r}')
+    listed = list(calls)
+    if not listed:
         raise ValueError('calls is empty: there is nothing to measure')
-    for call in calls:
+    for call in listed:
         if not isinstance(call, functools.partial):
-            raise TypeError(f'calls are functools.partial(function, *args, **kwargs), got {call!r}')
+            raise TypeError(f'{wants}, got one that holds {call!r}')
+    return listed
+
+
+def _measure(
+    calls: Sequence[functools.partial[Any]], warmup: int, repeats: int, margin: float, progress: bool, owner: Dispatcher
+) -> Measurements:
     timings: dict[str, list[Timing]] = {}
     told: dict[str, list[dict[str, Any]]] = {}
+    standing: dict[str, list[tuple[str, ...]]] = {}
     platforms: set[str] = set()
     packages: set[str] = set()
     for call in _shown(calls) if progress else calls:
         entry = entry_of(call.func)
-        decision = explain_entry(entry, call.args, call.keywords, None)
+        state = owner.state_without_measured()
+        decision = explain_entry(
+            entry, call.args, call.keywords, None, state if entry.own is None else state.above(entry.own)
+        )
         names = [c.name for c in decision.candidates if c.can_run]
         serious = [name for name in names if name != 'reference'] or names
         if not serious:
@@ -163,33 +198,40 @@ def _measure(
         bound = entry.signature.signature.bind(*call.args, **call.keywords)
         bound.apply_defaults()
         device = next((x.device for x in bound.arguments.values() if isinstance(x, torch.Tensor)), torch.device('cpu'))
-        platforms.add(_device_name(platform_of_type(device.type)))
+        if device.type == 'meta':
+            raise MeasurementError(f'{entry.key}: meta tensors hold nothing, so that there is nothing to measure')
+        platforms.add(platform_of_type(device.type))
         times = {name: _time(entry, name, bound, device, warmup, repeats) for name in serious}
         shown = {n: describe_argument(v) for n, v in bound.arguments.items() if isinstance(v, torch.Tensor)}
         timing = Timing(shown, dict(sorted(times.items(), key=lambda item: (item[1] is None, item[1]))))
-        if timing.order:
-            timings.setdefault(entry.key, []).append(timing)
-            told.setdefault(entry.key, []).append(_features(entry.signature, bound.arguments))
+        if not timing.order:
+            raise MeasurementError(f'{entry.key}: each backend that could serve this call raised (see the log): {shown}')
+        timings.setdefault(entry.key, []).append(timing)
+        told.setdefault(entry.key, []).append(_features(entry.signature, bound.arguments))
+        standing.setdefault(entry.key, []).append(tuple(serious))
     if len(platforms) > 1:
-        raise MeasurementError(f'one file is for one card, the calls are on {", ".join(sorted(platforms))}')
+        raise MeasurementError(f'one file is for one card, the calls are on {", ".join(map(card, sorted(platforms)))}')
+    (platform,) = platforms
     functions = {}
     for key, of in timings.items():
-        points = _joined(told[key], of)
+        points = _joined(told[key], of, standing[key], margin)
         functions[key] = Measured(choose(points) if points else (), tuple(of))
-    versions = _versions(['torch', 'triton', 'fla-dispatch', *sorted(packages)])
-    return Measurements(next(iter(platforms), _device_name('cpu')), versions, functions)
+    names = ['torch', 'triton', 'fla-dispatch', *drivers(platform), *sorted(packages)]
+    return Measurements(card(platform), _versions(names, platform), functions)
 
 
-def _joined(told: Sequence[dict[str, Any]], timings: Sequence[Timing]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Each kind of call with its backends, the quickest first; calls that no condition tells apart count together."""
+def _joined(
+    told: Sequence[dict[str, Any]], timings: Sequence[Timing], standing: Sequence[tuple[str, ...]], margin: float
+) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Each kind of call with its backends, the chosen one first; calls that no condition tells apart count together."""
     # sizes of a tensor that only some of the calls have cannot be compared
     names = [name for name in told[0] if all(name in features for features in told)]
-    kinds: dict[tuple[Any, ...], list[Timing]] = {}
-    for features, timing in zip(told, timings, strict=True):
-        kinds.setdefault(tuple(features[name] for name in names), []).append(timing)
+    kinds: dict[tuple[Any, ...], list[tuple[Timing, tuple[str, ...]]]] = {}
+    for features, timing, usual in zip(told, timings, standing, strict=True):
+        kinds.setdefault(tuple(features[name] for name in names), []).append((timing, usual))
     found = []
     for kind, of in kinds.items():
-        order = Timing({}, _sum([one.milliseconds for one in of])).order
+        order = chosen(_sum([timing.milliseconds for timing, _ in of]), of[0][1], margin)
         if order:
             found.append((dict(zip(names, kind, strict=True)), order))
     return found
@@ -263,17 +305,9 @@ def _clock(device: torch.device) -> Callable[[], float]:
     return lambda: (time.perf_counter() - start) * 1e3
 
 
-def _device_name(platform: str) -> str:
-    found = devices_of(platform)
-    if platform != 'cpu' and found:
-        return f'{platform}: {found[0].name}'
-    import platform as host
-
-    return f'{platform}: {host.machine()}'
-
-
-def _versions(names: Iterable[str]) -> dict[str, str | None]:
-    return {name: torch.__version__ if name == 'torch' else version_of(name) for name in names}
+def _versions(names: Iterable[str], platform: str) -> dict[str, str | None]:
+    known = {'torch': torch.__version__, **drivers(platform)}
+    return {name: known[name] if name in known else version_of(name) for name in names}
 
 
 def _shown(calls: Sequence[Any]) -> Iterator[Any]:

@@ -1,0 +1,57 @@
+"""Which processor this is, and what drives it: what a measurement holds for."""
+
+from __future__ import annotations
+
+import platform as host
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from fla.utils.devices import devices_of
+
+_DRIVER_FILES = {'cuda': '/proc/driver/nvidia/version', 'rocm': '/sys/module/amdgpu/version'}
+
+
+def card(platform: str) -> str:
+    """Platform and name: 'cuda: NVIDIA H100 80GB HBM3', 'cpu: AMD EPYC 7B13'."""
+    if platform == 'cpu':
+        return f'cpu: {_processor()}'
+    found = devices_of(platform)
+    return f'{platform}: {found[0].name}' if found else f'no {platform} device'
+
+
+def drivers(platform: str) -> dict[str, str | None]:
+    """The versions of what runs kernels on a platform, besides packages: the runtime that torch was built with, and the
+    driver. Empty for a CPU, None for what does not say."""
+    runtime = {'cuda': ('CUDA', torch.version.cuda), 'rocm': ('HIP', torch.version.hip)}.get(platform)
+    return {runtime[0]: runtime[1], 'driver': _driver(platform)} if runtime else {}
+
+
+def _driver(platform: str) -> str | None:
+    text = _text(_DRIVER_FILES[platform])
+    found = re.search(r'\d+\.\d+(\.\d+)*', text)
+    if found is None and platform == 'cuda' and torch.cuda.is_available():
+        number: int = getattr(torch._C, '_cuda_getDriverVersion')()  # noqa: B009 - the newest CUDA it can run
+        return f'for CUDA {number // 1000}.{number % 1000 // 10}'
+    return found.group() if found else None
+
+
+def _processor() -> str:
+    """The model of the CPU: two of one architecture differ by more than two kernels do."""
+    if sys.platform == 'darwin':
+        ask = subprocess.run(['sysctl', '-n', 'machdep.cpu.brand_string'], capture_output=True, text=True, check=False)
+        return ask.stdout.strip() or host.machine()
+    # x86 says 'model name'; some of ARM's say nothing but numbers
+    words = dict(re.findall(r'^([\w ]+?)\s*:\s*(.+?)\s*$', _text('/proc/cpuinfo'), re.MULTILINE))
+    parts = [words[name] for name in ('CPU implementer', 'CPU part') if name in words]
+    return words.get('model name') or ' '.join([host.processor() or host.machine(), *parts])
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding='utf-8', errors='replace')
+    except OSError:
+        return ''
