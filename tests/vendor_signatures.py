@@ -18,8 +18,34 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     'liger_kernel.ops.utils.calculate_settings': ('n',),
     # FlashInfer, 0.7.4
     'flashinfer.norm.rmsnorm': ('input', 'weight', 'eps'),
+    'flashinfer.norm.layernorm': ('input', 'gemma', 'beta', 'eps'),
+    'flashinfer.single_prefill_with_kv_cache': (
+        *('q', 'k', 'v', 'scale_q', 'scale_k', 'scale_v', 'o_dtype', 'custom_mask', 'packed_custom_mask', 'causal'),
+        *('kv_layout', 'pos_encoding_mode', 'use_fp16_qk_reduction', 'sm_scale', 'window_left'),
+    ),
+    # FlashAttention 2, 2.8.3; 3, as built from its folder `hopper`
+    'flash_attn.flash_attn_func': (
+        *('q', 'k', 'v', 'dropout_p', 'softmax_scale', 'causal', 'window_size', 'softcap', 'alibi_slopes', 'deterministic'),
+    ),
+    'flash_attn.flash_attn_varlen_func': (
+        *('q', 'k', 'v', 'cu_seqlens_q', 'cu_seqlens_k', 'max_seqlen_q', 'max_seqlen_k', 'dropout_p', 'softmax_scale'),
+        *('causal', 'window_size', 'softcap', 'alibi_slopes', 'deterministic'),
+    ),
+    'flash_attn_interface.flash_attn_func': (
+        *('q', 'k', 'v', 'softmax_scale', 'causal', 'qv', 'q_descale', 'k_descale', 'v_descale', 'window_size'),
+        *('attention_chunk', 'softcap', 'num_splits', 'pack_gqa', 'deterministic'),
+    ),
+    'flash_attn_interface.flash_attn_varlen_func': (
+        *('q', 'k', 'v', 'cu_seqlens_q', 'cu_seqlens_k', 'max_seqlen_q', 'max_seqlen_k', 'seqused_q', 'seqused_k'),
+        *('softmax_scale', 'causal', 'qv', 'q_descale', 'k_descale', 'v_descale', 'window_size', 'attention_chunk'),
+        *('softcap', 'num_splits', 'pack_gqa', 'deterministic'),
+    ),
+    # xFormers, 0.0.35
+    'xformers.ops.memory_efficient_attention': ('query', 'key', 'value', 'attn_bias', 'p', 'scale'),
+    'xformers.ops.fmha.attn_bias.LowerTriangularFromBottomRightMask.make_local_attention': ('self', 'window_size'),
     # FlagGems, 5.0.2
-    'flag_gems.rms_norm': ('x', 'normalized_shape', 'weight', 'eps'),
+    'flag_gems.ops.rms_norm': ('x', 'normalized_shape', 'weight', 'eps'),
+    'flag_gems.ops.layer_norm': ('input', 'normalized_shape', 'weight', 'bias', 'eps'),
 }
 
 # Values that stand for something in calls.

@@ -2,6 +2,96 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from fla.ops.backends.backend import Verdict
+from fla.ops.backends.opaque import opaque
+from fla.ops.common.gates import wide
+from fla.ops.common.triton_call import on_device_of
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1, x.shape[-1])
+
+
+def _rms_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+    with on_device_of(x):
+        import flashinfer.norm
+
+        return flashinfer.norm.rmsnorm(_rows(x), weight.contiguous(), eps).view(x.shape)
+
+
+_rms_norm = opaque(
+    'fla::flashinfer_rms_norm',
+    schema='(Tensor x, Tensor weight, float eps) -> (Tensor y)',
+    forward=_rms_forward,
+    fake=lambda x, weight, eps: x.new_empty(x.shape),
+)
+
+
+def _layer_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Any:
+    with on_device_of(x):
+        import flashinfer.norm
+
+        return flashinfer.norm.layernorm(_rows(x), weight.contiguous(), bias.contiguous(), eps).view(x.shape)
+
+
+_layer_norm = opaque(
+    'fla::flashinfer_layer_norm',
+    schema='(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor y)',
+    forward=_layer_forward,
+    fake=lambda x, weight, bias, eps: x.new_empty(x.shape),
+)
+
+
+def _takes(x: torch.Tensor) -> Verdict:
+    """Sizes that FlashInfer's kernels are launched on."""
+    if x.shape[-1] % 8:
+        return False, ('rows are read 16 bytes at a time: D must be a multiple of 8, got %s', x.shape[-1])
+    if x.numel() == 0:
+        return False, 'there are no rows, and the kernels cannot be launched on nothing'
+    if x.numel() >= 2**31:
+        return False, ('not known to count in 64 bits: x must have fewer than 2^31 elements, got %s', x.numel())
+    return True, None
+
 
 class FlashInferNorms:
-    """Methods of `FlashInferBackend` for norms."""
+    """Methods of `FlashInferBackend` for norms. Its sums with a residual are not used: they are written into their
+    arguments."""
+
+    def rms_norm_verifier(self, x: torch.Tensor, weight: torch.Tensor | None) -> Verdict:
+        if weight is None or weight.dtype != x.dtype:
+            return False, 'rmsnorm needs a weight in the dtype of x'
+        return _takes(x)
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float = 1e-5,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        y: torch.Tensor = _rms_norm(x, weight, eps)
+        return (y, wide(x) if residual_in_fp32 else x) if prenorm else y
+
+    def layer_norm_verifier(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Verdict:
+        if x.dtype != torch.bfloat16:
+            return False, ('layernorm is for bfloat16, got %s', x.dtype)
+        if weight is None or bias is None or weight.dtype != torch.float32 or bias.dtype != torch.float32:
+            return False, 'layernorm needs a weight and a bias in float32'
+        return _takes(x)
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        y: torch.Tensor = _layer_norm(x, weight, bias, eps)
+        return (y, wide(x) if residual_in_fp32 else x) if prenorm else y

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from fla.modules.backends.liger.activations import LigerActivations
 from fla.modules.backends.liger.losses import LigerLosses
 from fla.modules.backends.liger.norms import LigerNorms
@@ -19,4 +21,5 @@ class LigerBackend(LigerNorms, LigerActivations, LigerRotary, LigerLosses, BaseB
     default_enable = False
     vendor = 'linkedin'
     devices = ('cuda',)
+    dtypes = dict.fromkeys(('x', 'weight', 'bias'), (torch.float16, torch.bfloat16, torch.float32))
     verified = False

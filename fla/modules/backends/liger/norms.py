@@ -1,7 +1,136 @@
-"""Liger: norms."""
+"""Liger-Kernel: norms."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from fla.ops.backends.backend import Verdict
+from fla.ops.backends.opaque import opaque
+from fla.ops.common.gates import wide
+from fla.ops.common.triton_call import on_device_of
+
+# Of Liger's casting modes for rms_norm the one that computes in float32 and rounds once. 'llama', its default, rounds the
+# normalized row before the weight multiplies it; 'none' computes in x's dtype. Its number is what backward takes.
+CASTING_MODE = 1
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1, x.shape[-1])
+
+
+def _rms_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+    with on_device_of(x):
+        from liger_kernel.ops.rms_norm import rms_norm_forward
+
+        y, _, scale, *_ = rms_norm_forward(_rows(x), weight.contiguous(), eps, 0.0, CASTING_MODE, None)
+        return y.view(x.shape), scale
+
+
+def _rms_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+    return x.new_empty(x.shape), x.new_empty((x.numel() // x.shape[-1],), dtype=torch.float32)
+
+
+def _rms_backward(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dy: torch.Tensor) -> Any:
+    with on_device_of(x):
+        from liger_kernel.ops.rms_norm import rms_norm_backward
+        from liger_kernel.ops.utils import calculate_settings
+
+        # not in place: the gradient that comes in may be somebody else's too
+        dx, dweight = rms_norm_backward(
+            _rows(dy), _rows(x), weight.contiguous(), scale, 0.0, CASTING_MODE, *calculate_settings(x.shape[-1]), False, None
+        )
+        return dx.view(x.shape), dweight
+
+
+_rms_norm = opaque(
+    'fla::liger_rms_norm',
+    schema='(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor scale)',
+    forward=_rms_forward,
+    fake=_rms_fake,
+    backward=_rms_backward,
+    grads=('x', 'weight'),
+    intermediates=('scale',),
+)
+
+
+def _layer_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Any:
+    with on_device_of(x):
+        from liger_kernel.ops.layer_norm import layer_norm_forward
+
+        y, _, mean, scale, *_ = layer_norm_forward(_rows(x), weight.contiguous(), bias.contiguous(), eps)
+        return y.view(x.shape), mean, scale
+
+
+def _layer_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Any:
+    return x.new_empty(x.shape), *(x.new_empty((x.numel() // x.shape[-1],), dtype=torch.float32) for _ in range(2))
+
+
+def _layer_backward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, dy: torch.Tensor
+) -> Any:
+    with on_device_of(x):
+        from liger_kernel.ops.layer_norm import layer_norm_backward
+
+        dx, dweight, dbias = layer_norm_backward(_rows(dy), _rows(x), weight.contiguous(), bias.contiguous(), mean, scale)
+        return dx.view(x.shape), dweight, dbias
+
+
+_layer_norm = opaque(
+    'fla::liger_layer_norm',
+    schema='(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor y, Tensor mean, Tensor scale)',
+    forward=_layer_forward,
+    fake=_layer_fake,
+    backward=_layer_backward,
+    grads=('x', 'weight', 'bias'),
+    intermediates=('mean', 'scale'),
+)
+
+
+def _takes(x: torch.Tensor) -> Verdict:
+    """Sizes that Liger's kernels are launched on."""
+    if x.shape[-1] > 65536:
+        return False, ('a row must have at most 65536 elements, got %s', x.shape[-1])
+    if x.numel() == 0:
+        return False, 'there are no rows, and the kernels cannot be launched on nothing'
+    if x.numel() >= 2**31:
+        return False, ('not known to count in 64 bits: x must have fewer than 2^31 elements, got %s', x.numel())
+    return True, None
+
 
 class LigerNorms:
-    """Methods of `LigerBackend` for norms."""
+    """Methods of `LigerBackend` for norms. Sums with a residual are not served: Liger rounds them before the norm."""
+
+    def rms_norm_verifier(self, x: torch.Tensor, weight: torch.Tensor | None) -> Verdict:
+        if weight is None:
+            return False, 'rms_norm needs a weight'
+        return _takes(x)
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float = 1e-5,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        y: torch.Tensor = _rms_norm(x, weight, eps)
+        return (y, wide(x) if residual_in_fp32 else x) if prenorm else y
+
+    def layer_norm_verifier(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Verdict:
+        if weight is None or bias is None:
+            return False, 'layer_norm needs a weight and a bias'
+        return _takes(x)
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        y: torch.Tensor = _layer_norm(x, weight, bias, eps)
+        return (y, wide(x) if residual_in_fp32 else x) if prenorm else y

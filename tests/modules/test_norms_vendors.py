@@ -1,0 +1,343 @@
+"""The norms of Liger-Kernel, FlashInfer and FlagGems with stand-ins for the packages: what is accepted, what a package gets,
+and what comes back. On a GPU the packages themselves, where they are installed."""
+
+import inspect
+import sys
+import types
+
+import pytest
+import torch
+
+from fla.modules.backends import flag_gems as flag_gems_backend
+from fla.modules.backends.flag_gems import FlagGemsBackend
+from fla.modules.backends.flashinfer import FlashInferBackend
+from fla.modules.backends.flashinfer import norms as flashinfer_norms
+from fla.modules.backends.liger import LigerBackend
+from fla.modules.backends.liger import norms as liger_norms
+from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.ops.backends import default_dispatcher, explain
+from tests import bounds
+from tests.modules.norms import check, given
+from tests.ops.vendors import BF16, FP16, FP32, H100, fakes, install, pretend, ran
+from tests.vendor_signatures import SIGNATURES, installed
+
+FP64 = torch.float64
+BACKENDS = {'liger': LigerBackend, 'flashinfer': FlashInferBackend, 'flag_gems': FlagGemsBackend}
+
+
+def takes(path):
+    """A stand-in's function has the parameters that are assumed of the vendor's."""
+
+    def decorate(function):
+        assert tuple(inspect.signature(function).parameters) == SIGNATURES[path]
+        return function
+
+    return decorate
+
+
+def exact(x, weight, bias, eps):
+    """The norm, and the gradients for one of its result."""
+    x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    s = x if bias is None else x - x.mean(-1, keepdim=True)
+    y = s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps) * weight
+    return y if bias is None else y + bias.double(), x, weight
+
+
+@takes('liger_kernel.ops.rms_norm.rms_norm_forward')
+def liger_rms_forward(X, W, eps, offset, casting_mode, row_mode):
+    assert X.dim() == 2
+    assert X.is_contiguous()
+    assert (offset, casting_mode, row_mode) == (0.0, 1, None)
+    scale = torch.rsqrt(X.float().square().mean(-1) + eps)
+    return (X.float() * scale[:, None] * W.float()).to(X.dtype), X, scale, 128, 4, casting_mode
+
+
+@takes('liger_kernel.ops.rms_norm.rms_norm_backward')
+def liger_rms_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode):
+    assert (offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode) == (0.0, 1, 128, 4, False, None)
+    assert dY.shape == X.shape
+    assert dY.is_contiguous()
+    y, x, weight = exact(X, W, None, 1e-5)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dY.double())
+    return dx.to(X.dtype), dweight.to(W.dtype)
+
+
+@takes('liger_kernel.ops.layer_norm.layer_norm_forward')
+def liger_layer_forward(X, W, B, eps):
+    assert X.dim() == 2
+    y, *_ = exact(X, W, B, eps)
+    return y.detach().to(X.dtype), X, X.float().mean(-1), X.float().var(-1).rsqrt(), 128, 4
+
+
+@takes('liger_kernel.ops.layer_norm.layer_norm_backward')
+def liger_layer_backward(dY, X, W, B, Mean, RSTD):
+    y, x, weight = exact(X, W, B, 1e-5)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dY.double())
+    return dx.to(X.dtype), dweight.to(W.dtype), dY.sum(0).to(B.dtype)
+
+
+@takes('liger_kernel.ops.utils.calculate_settings')
+def calculate_settings(n):
+    return 128, 4
+
+
+@takes('flashinfer.norm.rmsnorm')
+def flashinfer_rmsnorm(input, weight, eps):
+    assert input.dim() == 2
+    assert input.dtype == weight.dtype
+    return exact(input, weight, None, eps)[0].detach().to(input.dtype)
+
+
+@takes('flashinfer.norm.layernorm')
+def flashinfer_layernorm(input, gemma, beta, eps):
+    assert (input.dtype, gemma.dtype, beta.dtype) == (BF16, FP32, FP32)
+    return exact(input, gemma, beta, eps)[0].detach().to(input.dtype)
+
+
+@takes('flag_gems.ops.rms_norm')
+def flag_gems_rms_norm(x, normalized_shape, weight, eps):
+    assert tuple(normalized_shape) == x.shape[-1:]
+    return exact(x, weight, None, eps)[0].detach().to(x.dtype)
+
+
+@takes('flag_gems.ops.layer_norm')
+def flag_gems_layer_norm(input, normalized_shape, weight, bias, eps):
+    assert tuple(normalized_shape) == input.shape[-1:]
+    y = exact(input, weight, bias, eps)[0].detach().to(input.dtype)
+    return y, input.mean(-1), input.var(-1)
+
+
+PACKAGES = {
+    'liger': (
+        ('liger_kernel', 'liger-kernel', '0.8.5'),
+        {
+            'ops.rms_norm': {'rms_norm_forward': liger_rms_forward, 'rms_norm_backward': liger_rms_backward},
+            'ops.layer_norm': {'layer_norm_forward': liger_layer_forward, 'layer_norm_backward': liger_layer_backward},
+            'ops.utils': {'calculate_settings': calculate_settings},
+        },
+    ),
+    'flashinfer': (
+        ('flashinfer', 'flashinfer-python', '0.7.4'),
+        {'norm': {'rmsnorm': flashinfer_rmsnorm, 'layernorm': flashinfer_layernorm}},
+    ),
+    'flag_gems': (
+        ('flag_gems', 'flag-gems', '5.0.2'),
+        {'ops': {'rms_norm': flag_gems_rms_norm, 'layer_norm': flag_gems_layer_norm}},
+    ),
+}
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """Installs the stand-in for a backend's package, and switches the backend on; the machine has an H100."""
+
+    def make(backend):
+        (module, distribution, version), contents = PACKAGES[backend]
+        stub = install(monkeypatch, tmp_path, module, distribution, version, __path__=[])
+        for path, functions in contents.items():
+            for name in {path.partition('.')[0], path}:
+                made = types.ModuleType(f'{module}.{name}')
+                made.__path__ = []
+                monkeypatch.setitem(sys.modules, f'{module}.{name}', made)
+            vars(made if made.__name__.endswith(path) else sys.modules[f'{module}.{path}']).update(functions)
+            if '.' not in path:
+                setattr(stub, path, sys.modules[f'{module}.{path}'])
+        monkeypatch.setenv(BACKENDS[backend].env_var, '1')
+        pretend(monkeypatch, H100)
+        default_dispatcher().reset()
+
+    yield make
+    default_dispatcher().reset()
+
+
+def tensors(dtype=BF16, D=16, rows=3, parameters=None, layer=False, **changes):
+    """Arguments that every one of the packages serves, unless they are changed."""
+    torch.manual_seed(0)
+    made = {'x': torch.randn(rows, D).to(dtype), 'weight': torch.randn(D).to(parameters or dtype)}
+    if layer:
+        made['bias'] = torch.randn(D).to(parameters or dtype)
+    return {**made, **changes}
+
+
+def reason(backend, function, arguments):
+    """Why a backend does not serve a call; another one does."""
+    decision = explain(function, **fakes(arguments))
+    assert decision.winner != backend
+    assert decision[backend].verdict == 'rejected'
+    return decision[backend].reason
+
+
+LAYER = {'liger': {}, 'flashinfer': {'parameters': FP32}, 'flag_gems': {}}
+
+
+@pytest.mark.parametrize('options', [{}, {'prenorm': True}, {'prenorm': True, 'residual_in_fp32': True}], ids=len)
+@pytest.mark.parametrize('function', [rms_norm, layer_norm])
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_served(package, backend, function, options):
+    package(backend)
+    layer = function is layer_norm
+    arguments = tensors(layer=layer, **(LAYER[backend] if layer else {}))
+    with torch.no_grad():
+        served, out = ran(function, 'modules', fakes({**arguments, **options}))
+    assert served == backend
+    y, *total = out if options else (out,)
+    assert (y.shape, y.dtype, y.is_contiguous()) == (arguments['x'].shape, BF16, True)
+    assert [one.dtype for one in total] == [FP32 if 'residual_in_fp32' in options else BF16] * len(total)
+
+
+@pytest.mark.parametrize('D', [16, 8, 24])
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_numbers(package, backend, D):
+    """What is passed to the stand-ins, in the form that they check, and what comes back."""
+    package(backend)
+    where = {'liger': liger_norms, 'flashinfer': flashinfer_norms, 'flag_gems': flag_gems_backend}[backend]
+    made = tensors(D=D, rows=6)
+    x = made['x'].view(2, 3, D).transpose(0, 1)
+    y = where._rms_forward(x, made['weight'], 1e-5)
+    y = y[0] if backend == 'liger' else y
+    assert bounds.relative_rms(exact(x, made['weight'], None, 1e-5)[0].detach(), y) <= bounds.of_norm(BF16)
+    made = tensors(D=D, rows=6, layer=True, **LAYER[backend])
+    x = made['x'].view(2, 3, D).transpose(0, 1)
+    y = where._layer_forward(x, made['weight'], made['bias'], 1e-5)
+    y = y[0] if backend == 'liger' else y
+    assert y.shape == x.shape
+    right = exact(x, made['weight'], made['bias'], 1e-5)[0].detach()
+    assert bounds.relative_rms(right, y) <= bounds.of_norm(BF16)
+
+
+def test_gradients_of_liger(package):
+    package('liger')
+    made = tensors(layer=True, rows=6)
+    x, weight = made['x'].view(2, 3, 16).transpose(0, 1), made['weight']
+    dy = torch.randn(16, 2, 3).bfloat16().permute(2, 1, 0)
+    for bias in (None, made['bias']):
+        if bias is None:
+            _, scale = liger_norms._rms_forward(x, weight, 1e-5)
+            found = liger_norms._rms_backward(x, weight, scale, dy)
+        else:
+            _, mean, scale = liger_norms._layer_forward(x, weight, bias, 1e-5)
+            found = liger_norms._layer_backward(x, weight, bias, mean, scale, dy)
+        y, *inputs = exact(x, weight, bias, 1e-5)
+        for got, right in zip(found, torch.autograd.grad(y, inputs, dy.double()), strict=False):
+            assert got.shape == right.shape
+            assert bounds.relative_rms(right, got) <= bounds.of_norm(BF16)
+
+
+def test_liger_is_differentiable_and_the_others_are_not(package):
+    for backend in BACKENDS:
+        package(backend)
+        arguments = fakes(tensors())
+        arguments['weight'].requires_grad_()
+        decision = explain(rms_norm, **arguments)
+        assert (decision.winner == backend) == (backend == 'liger')
+        if backend != 'liger':
+            assert 'inference only' in decision[backend].reason
+
+
+@pytest.mark.parametrize('function', [rms_norm, layer_norm])
+def test_gradients_of_the_operators_of_liger(function):
+    """Through the backend, as compiled code calls it."""
+    arguments = {name: x.to('meta').requires_grad_() for name, x in tensors(layer=function is layer_norm).items()}
+    y = getattr(LigerBackend(), function.__name__)(**arguments)
+    for x, gradient in zip(arguments.values(), torch.autograd.grad(y.sum(), list(arguments.values())), strict=True):
+        assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
+
+
+ALL, NOTHING = tuple(BACKENDS), 'there are no rows, and the kernels cannot be launched on nothing'
+HUGE = {'x': torch.empty(1, 1, dtype=BF16).expand(2**15, 2**16), 'weight': torch.empty(2**16, dtype=BF16)}
+NO_WEIGHT = {
+    'liger': 'rms_norm needs a weight',
+    'flashinfer': 'rmsnorm needs a weight in the dtype of x',
+    'flag_gems': 'weight, and bias of layer_norm, must be given in the dtype of x',
+}
+
+
+@pytest.mark.parametrize(
+    ('backends', 'changes', 'why'),
+    [
+        (ALL, {'residual': torch.ones(3, 16, dtype=BF16)}, 'argument residual is not supported'),
+        (ALL, {'bias': torch.ones(16, dtype=BF16)}, 'argument bias is not supported'),
+        (ALL, {'weight': None}, NO_WEIGHT),
+        (('flashinfer', 'flag_gems'), {'parameters': FP32}, NO_WEIGHT),
+        (ALL, {'rows': 0}, NOTHING),
+        (ALL, HUGE, 'x must have fewer than 2^31 elements, got 2147483648'),
+        (('liger',), {'D': 65537}, 'a row must have at most 65536 elements, got 65537'),
+        (('flashinfer',), {'D': 12}, 'rows are read 16 bytes at a time: D must be a multiple of 8, got 12'),
+        (ALL, {'dtype': FP64}, "dtype of 'x' must be"),
+        (('flashinfer',), {'dtype': FP32}, "dtype of 'x' must be torch.float16, torch.bfloat16, got torch.float32"),
+        (('liger',), {'parameters': FP64}, "dtype of 'weight' must be"),
+    ],
+)
+def test_refused_by_rms_norm(package, backends, changes, why):
+    for backend in backends:
+        package(backend)
+        expected = why[backend] if isinstance(why, dict) else why
+        assert expected in reason(backend, rms_norm, tensors(**changes))
+
+
+@pytest.mark.parametrize(
+    ('backend', 'changes', 'why'),
+    [
+        ('liger', {'weight': None}, 'layer_norm needs a weight and a bias'),
+        ('liger', {'bias': None}, 'layer_norm needs a weight and a bias'),
+        ('liger', {'bias': torch.ones(16, dtype=FP64)}, "dtype of 'bias' must be"),
+        ('liger', {'rows': 0}, NOTHING),
+        ('liger', {'is_rms_norm': True}, 'argument is_rms_norm is not supported'),
+        ('liger', {'residual': torch.ones(3, 16, dtype=BF16)}, 'argument residual is not supported'),
+        ('flashinfer', {'dtype': FP16, 'parameters': FP32}, 'layernorm is for bfloat16, got torch.float16'),
+        ('flashinfer', {}, 'layernorm needs a weight and a bias in float32'),
+        ('flashinfer', {'parameters': FP32, 'bias': None}, 'layernorm needs a weight and a bias in float32'),
+        ('flashinfer', {'parameters': FP32, 'D': 12}, 'D must be a multiple of 8, got 12'),
+        ('flashinfer', {'parameters': FP32, 'is_rms_norm': True}, 'argument is_rms_norm is not supported'),
+        ('flag_gems', {'parameters': FP32}, NO_WEIGHT['flag_gems']),
+        ('flag_gems', {'bias': None}, NO_WEIGHT['flag_gems']),
+        ('flag_gems', {'rows': 0}, NOTHING),
+    ],
+)
+def test_refused_by_layer_norm(package, backend, changes, why):
+    package(backend)
+    assert why in reason(backend, layer_norm, tensors(layer=True, **changes))
+
+
+def test_group_norm_is_nobodys():
+    decision = explain(group_norm, torch.randn(2, 8), None, num_groups=2)
+    assert not BACKENDS.keys() & {candidate.name for candidate in decision.candidates}
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_off_until_somebody_switches_it_on(package, monkeypatch, backend):
+    package(backend)
+    monkeypatch.delenv(BACKENDS[backend].env_var)
+    decision = explain(rms_norm, **fakes(tensors()))
+    assert decision.winner == 'default'
+    assert decision[backend].verdict == 'disabled'
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('shape', [(3, 5, 128), (40_000, 128), (64, 4096), (7, 1000), (2, 65536)], ids=str)
+@pytest.mark.parametrize(('dtype', 'wide'), [(BF16, ()), (BF16, ('weight', 'bias')), (FP16, ()), (FP32, ())])
+def test_liger_itself(monkeypatch, dtype, wide, shape):
+    """Numbers of the real package, forward and backward, by our bounds."""
+    pytest.importorskip('liger_kernel')
+    monkeypatch.setenv('FLA_LIGER', '1')
+    check('rms', given('rms', shape, dtype, ('weight',), wide, device='cuda'), 'liger')
+    check('layer', given('layer', shape, dtype, ('weight', 'bias'), wide, device='cuda'), 'liger')
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('backend', ['flashinfer', 'flag_gems'])
+@pytest.mark.parametrize('shape', [(3, 5, 128), (40_000, 128), (64, 4096)], ids=str)
+def test_inference_of_others(monkeypatch, backend, shape):
+    if not installed(PACKAGES[backend][0][0]):
+        pytest.skip(f'{backend} is not installed')
+    monkeypatch.setenv(BACKENDS[backend].env_var, '1')
+    for function in (rms_norm, layer_norm):
+        layer = function is layer_norm
+        arguments = tensors(D=shape[-1], layer=layer, **(LAYER[backend] if layer else {}))
+        arguments['x'] = torch.randn(shape).to(BF16)
+        arguments = {name: x.cuda() for name, x in arguments.items()}
+        with torch.no_grad():
+            served, y = ran(function, 'modules', arguments)
+        assert served == backend
+        right = exact(arguments['x'], arguments['weight'], arguments.get('bias'), 1e-5)[0].detach()
+        assert bounds.relative_rms(right, y) <= bounds.of_norm(BF16)
