@@ -37,7 +37,7 @@ _WHEN = {
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table; all columns but the first to the right if they hold numbers."""
     lines = [[re.sub(r'([|*])', r'\\\1', '' if cell is None else str(cell)) for cell in row] for row in (header, *rows)]
-    numeric = [all(re.fullmatch(r'[\d.x/ -]*', line[i]) for line in lines[1:]) for i in range(len(header))]
+    numeric = [all(re.fullmatch(r'[\d.x%/ -]*', line[i]) for line in lines[1:]) for i in range(len(header))]
     rule = ['--:' if right else '--' for right in numeric]
     return '\n'.join(f'| {" | ".join(line)} |' for line in (lines[0], rule, *lines[1:]))
 
@@ -131,6 +131,39 @@ def _delta_rules(result: Result) -> str:
     return '\n\n'.join(parts)
 
 
+def modules(results: list[Result]) -> str:
+    """Times of the modules on GPUs."""
+    return '\n\n'.join(_modules(result) for result in results) or _nothing('benchmarks/modules.py')
+
+
+def _modules(result: Result) -> str:
+    """What was refused is left out, a row where forward and backward both were."""
+    versions = result['versions']
+    stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
+    both = ['forward ms', 'GB/s', 'of a copy', 'with backward ms', 'GB/s', 'of a copy']
+    rows = []
+    for row in result['rows']:
+        if not {'forward_ms', 'both_ms'} & row.keys():
+            continue
+        error = f'{max(row["errors"].values()):.1e}' if 'errors' in row else ''
+        cells = [*_bandwidth(row, 'forward'), *_bandwidth(row, 'both'), error]
+        rows.append([f'`{row["module"]}`', ', '.join(map(str, row['shape'])), row['backend'], *cells])
+    return (
+        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
+        f'{versions["triton"]}. A copy of a gigabyte ran at {result["copy_gbs"]:.0f} GB/s; `of a copy` compares with the '
+        f'time of a copy that moves as much as the call must.{stopped}\n\n'
+        + table(['', 'size', 'backend', *both, 'largest error'], rows)
+    )
+
+
+def _bandwidth(row: Result, name: str) -> list[str]:
+    if f'{name}_ms' not in row:
+        return ['refused', '', '']
+    ms = row[f'{name}_ms']
+    moved = [f'{row[f"{name}_gbs"]:.0f}', f'{row[f"{name}_copy_ms"] / ms:.0%}'] if f'{name}_gbs' in row else ['', '']
+    return [f'{ms:.3f}', *moved]
+
+
 def _times(row: Result) -> list[str]:
     peak = next((f'{row[key]:.0f}' for key in ('both_peak_mib', 'forward_peak_mib') if key in row), '')
     error = f'{max(row["errors"].values()):.1e}' if 'errors' in row else ''
@@ -167,6 +200,7 @@ PARTS: dict[str, tuple[str | None, Callable[..., str]]] = {
     'overhead': ('dispatch_overhead', overhead),
     'breaks': ('compile_breaks', breaks),
     'delta-rules': ('delta_rules', delta_rules),
+    'modules': ('modules', modules),
 }
 
 

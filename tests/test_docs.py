@@ -60,6 +60,35 @@ def test_generated_parts_follow_their_sources(update_docs, tmp_path):
     assert 'no result' not in text
 
 
+def test_times_of_modules(update_docs, tmp_path):
+    """Bandwidth beside a copy's; what was refused is said, or left out where nothing else is to say."""
+    page = tmp_path / 'page.md'
+    page.write_text('<!-- generated: modules -->\n<!-- end -->\n', encoding='utf-8')
+    assert 'python benchmarks/modules.py' in update_docs.updated(page, results=tmp_path)
+    row = {'module': 'swiglu', 'size': 'large', 'shape': [4, 8], 'axes': 'rows, D', 'copy_gbs': 3000.0}
+    times = {'forward_ms': 0.5, 'forward_gbs': 2800.4, 'forward_copy_ms': 0.46, 'errors': {'out': 1e-3, 'dx': 2.5e-3}}
+    result = {
+        'benchmark': 'modules',
+        'card': 'a GPU',
+        'cores': 16,
+        'versions': {'torch': '2.11', 'triton': '3.6.0', 'python': '3.12'},
+        'command': 'python benchmarks/modules.py',
+        'copy_gbs': 3000.0,
+        'complete': False,
+        'rows': [
+            {**row, **times, 'backend': 'default', 'both_ms': 1.25},
+            {**row, **times, 'backend': 'flashinfer', 'both_refused': 'for inference'},
+            {**row, 'backend': 'liger', 'forward_refused': 'not here', 'both_refused': 'not here'},
+        ],
+    }
+    (tmp_path / 'modules.json').write_text(json.dumps(result), encoding='utf-8')
+    text = update_docs.updated(page, results=tmp_path)
+    assert '| `swiglu` | 4, 8 | default | 0.500 | 2800 | 92% | 1.250 |  |  | 2.5e-03 |' in text
+    assert '| `swiglu` | 4, 8 | flashinfer | 0.500 | 2800 | 92% | refused |  |  | 2.5e-03 |' in text
+    assert 'liger' not in text
+    assert 'stopped before its end' in text
+
+
 def test_unknown_part_is_an_error(update_docs, tmp_path):
     page = tmp_path / 'page.md'
     page.write_text('<!-- generated: weather -->\n<!-- end -->\n', encoding='utf-8')

@@ -1,0 +1,271 @@
+"""What `modules.py` measures: inputs, plain PyTorch, and how much memory a call must at least move. For whichever package
+named `fla` is on the path."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Tensors = dict[str, torch.Tensor]
+Shape = tuple[int, ...]
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Module:
+    """One function of `fla.modules`.
+
+    Attributes:
+        path: where it is imported from.
+        axes: of the sizes.
+        sizes: name of a size → the size; 'dry' is for a CPU.
+        make: inputs of a size. The first is as large as the numbers that `moves` counts.
+        plain: the same in PyTorch; in float64 what errors are measured against.
+        moves: how many numbers for each of the first input a forward, and a backward, reads and writes at least; None where
+            products of matrices take the time.
+        few: a size with as wide rows and fewer of them, for errors.
+        positional: arguments behind the tensors; some of FLA's functions take no keywords.
+        constants: arguments behind those, by keyword.
+    """
+
+    path: str
+    axes: str
+    sizes: dict[str, Shape]
+    make: Callable[[Shape, Callable[..., torch.Tensor]], Tensors]
+    plain: Callable[..., torch.Tensor]
+    moves: tuple[float, float] | None
+    few: Callable[[Shape], Shape] = field(default=lambda shape: (min(shape[0], 512), *shape[1:]))
+    positional: tuple[Any, ...] = ()
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def function(self) -> Callable[..., Any]:
+        """The dispatched function, or FLA's, of the tensors alone."""
+        module, _, name = self.path.rpartition('.')
+        function = getattr(importlib.import_module(module), name)
+        return lambda **tensors: function(*tensors.values(), *self.positional, **self.constants)
+
+    def bytes_of(self, tensors: Tensors) -> tuple[float, float] | None:
+        """What a forward, and a forward with backward, move at least."""
+        if self.moves is None:
+            return None
+        first = next(iter(tensors.values()))
+        size = first.numel() * first.element_size()
+        return size * self.moves[0], size * sum(self.moves)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def _rms_norm_gated(x: torch.Tensor, g: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, EPS) * F.silu(g)
+
+
+def _l2norm(x: torch.Tensor) -> torch.Tensor:
+    w = wide(x)
+    return (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.silu(x) * y
+
+
+def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return F.silu(first) * second
+
+
+def _swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(F.silu(x) * y, weight)
+
+
+def _rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = wide(x).chunk(2, -1)
+    c, s = (wide(table)[:, None] for table in (cos, sin))
+    return torch.cat([a * c - b * s, a * s + b * c], -1).to(x.dtype)
+
+
+def _causal_conv1d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+    return F.silu(F.conv1d(padded, weight[:, None], groups=weight.shape[0])).transpose(1, 2)
+
+
+def _cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(wide(logits), target, reduction='none')
+
+
+def _linear_cross_entropy(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(wide(F.linear(x, weight)), target)
+
+
+def _tables(shape: Shape, normal: Callable[..., torch.Tensor]) -> Tensors:
+    x = normal(*shape)
+    angles = torch.arange(shape[1], device=x.device)[:, None] * 1e4 ** (
+        -torch.arange(0, shape[3], 2, device=x.device) / shape[3]
+    )
+    return {'x': x, 'cos': angles.cos().to(x.dtype), 'sin': angles.sin().to(x.dtype)}
+
+
+def _targets(rows: int, classes: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(rows, device=like.device) * 7919 % classes
+
+
+def _one_batch(shape: Shape) -> Shape:
+    return (1, min(shape[1], 512), *shape[2:])
+
+
+_ROWS = {'small': (2048, 2048), 'large': (16384, 8192), 'dry': (4, 32)}
+_HEADS = {'small': (16384, 128), 'large': (1048576, 128), 'dry': (4, 16)}
+_GATED = {'small': (2048, 5632), 'large': (16384, 14336), 'dry': (4, 24)}
+
+MODULES = {
+    'rms_norm': Module(
+        'fla.modules.layernorm.rms_norm',
+        'rows, D',
+        _ROWS,
+        lambda shape, normal: {'x': normal(*shape), 'weight': normal(shape[1])},
+        _rms_norm,
+        (2, 3),
+        positional=(None,),
+        constants={'eps': EPS},
+    ),
+    'layer_norm': Module(
+        'fla.modules.layernorm.layer_norm',
+        'rows, D',
+        _ROWS,
+        lambda shape, normal: {'x': normal(*shape), 'weight': normal(shape[1]), 'bias': normal(shape[1])},
+        _layer_norm,
+        (2, 3),
+        constants={'eps': EPS},
+    ),
+    'rms_norm_gated': Module(
+        'fla.modules.fused_norm_gate.rms_norm_gated',
+        'rows, D',
+        _HEADS,
+        lambda shape, normal: {'x': normal(*shape), 'g': normal(*shape), 'weight': normal(shape[1])},
+        _rms_norm_gated,
+        (3, 5),
+        positional=(None,),
+        constants={'eps': EPS},
+    ),
+    'l2norm': Module(
+        'fla.modules.l2norm.l2norm', 'rows, D', _HEADS, lambda shape, normal: {'x': normal(*shape)}, _l2norm, (2, 3)
+    ),
+    'swiglu': Module(
+        'fla.modules.activations.swiglu',
+        'rows, D',
+        _GATED,
+        lambda shape, normal: {'x': normal(*shape), 'y': normal(*shape)},
+        _swiglu,
+        (3, 5),
+    ),
+    'silu_and_mul': Module(
+        'fla.modules.activations.silu_and_mul',
+        'rows, D',
+        _GATED,
+        lambda shape, normal: {'x': normal(shape[0], 2 * shape[1])},
+        _silu_and_mul,
+        # x has both halves
+        (1.5, 2.5),
+    ),
+    'swiglu_linear': Module(
+        'fla.modules.activations.swiglu_linear',
+        'rows, D, out',
+        {'small': (2048, 5632, 2048), 'large': (16384, 14336, 4096), 'dry': (4, 24, 8)},
+        lambda shape, normal: {
+            **{name: normal(*shape[:2]) for name in ('x', 'y')},
+            'weight': normal(shape[2], shape[1], scale=shape[1] ** -0.5),
+        },
+        _swiglu_linear,
+        None,
+        positional=(None,),
+    ),
+    'rotary_embedding': Module(
+        'fla.modules.rotary.rotary_embedding',
+        'B, T, H, D',
+        {'small': (1, 2048, 16, 128), 'large': (4, 8192, 32, 128), 'dry': (2, 5, 2, 8)},
+        _tables,
+        _rotary,
+        (2, 2),
+        few=_one_batch,
+    ),
+    'causal_conv1d': Module(
+        'fla.modules.convolution.causal_conv1d',
+        'B, T, D',
+        {'small': (1, 2048, 2048), 'large': (4, 8192, 4096), 'dry': (2, 7, 16)},
+        lambda shape, normal: {'x': normal(*shape), 'weight': normal(shape[2], 4)},
+        _causal_conv1d,
+        (2, 3),
+        few=_one_batch,
+        constants={'activation': 'silu'},
+    ),
+    'cross_entropy': Module(
+        'fla.modules.fused_cross_entropy.cross_entropy_loss',
+        'rows, V',
+        {'small': (1024, 32000), 'large': (8192, 131072), 'dry': (6, 40)},
+        lambda shape, normal: {'logits': (x := normal(*shape)), 'target': _targets(*shape, x)},
+        _cross_entropy,
+        (1, 2),
+    ),
+    'fused_linear_cross_entropy': Module(
+        'fla.modules.fused_linear_cross_entropy.fused_linear_cross_entropy_loss',
+        'rows, D, V',
+        {'small': (1024, 1024, 32000), 'large': (8192, 4096, 131072), 'dry': (6, 16, 40)},
+        lambda shape, normal: {
+            'x': (x := normal(*shape[:2])),
+            'target': _targets(shape[0], shape[2], x),
+            'weight': normal(shape[2], shape[1], scale=shape[1] ** -0.5),
+        },
+        _linear_cross_entropy,
+        None,
+    ),
+}
+
+# what a backward computes gradients of; tables and targets have none
+_FIXED = ('cos', 'sin', 'target')
+
+
+def inputs(module: Module, shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensors:
+    """Normal numbers, the same on each call."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype) * scale
+
+    return module.make(shape, normal)
+
+
+def with_gradients(tensors: Tensors, dtype: torch.dtype | None = None) -> tuple[Tensors, list[torch.Tensor]]:
+    """Copies, in another dtype where one is given, and those of them that a backward differentiates."""
+    made = {}
+    for name, one in tensors.items():
+        made[name] = one.to(dtype) if dtype is not None and one.is_floating_point() else one
+        if name not in _FIXED:
+            made[name] = made[name].detach().clone().requires_grad_()
+    return made, [one for name, one in made.items() if name not in _FIXED]
+
+
+def first(result: Any) -> torch.Tensor:
+    """The tensor that matters of what a function returns."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative RMS error."""
+    found, exact = found.detach().double(), exact.detach().double()
+    size = float(exact.norm())
+    return float((found - exact).norm()) / size if size else math.inf

@@ -1,0 +1,273 @@
+"""Times of the modules on a GPU: forward, forward with backward, of each backend that can run here, of plain PyTorch and
+torch.compile of it and, with --fla, of flash-linear-attention, in one run on one card.
+
+    python benchmarks/modules.py --json benchmarks/results/modules.json --fla folder/of/fla-core
+    python benchmarks/modules.py --only rms_norm --only swiglu --size large --backend default --backend torch
+
+Bandwidth is what a call must at least move (each input read once, each result written once) by its time: `copy_gbs` is that
+of a copy of a gigabyte in the same process, `forward_copy_ms` and `both_copy_ms` the time of a copy that moves as much as
+the call. Beside each time stands the error of the same backend against float64, on rows as wide and at most 512 of them.
+Inputs are normal numbers in bfloat16.
+
+FLA runs in a process of its own, because its import name is `fla` too: put the folder that its distribution was unpacked
+into after --fla. The result is written after each row, so that a run may be stopped; torch.compile and FLA's own tuning take
+most of its time, so for a limit of minutes name two or three modules after --only. --dry tries everything on a CPU, at sizes
+that mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _gpu import gpu_ms, peak_mib, wall_ms
+from _module_cases import MODULES, Module, first, inputs, relative, with_gradients
+
+FLA = 'flash-linear-attention'
+# of this package, by name of a backend; plain PyTorch; the same compiled
+OURS = ('default', 'reference', 'liger')
+PLAIN, COMPILED = 'torch', 'torch.compile'
+BACKENDS = (*OURS, PLAIN, COMPILED, FLA)
+SIZES = ('small', 'large')
+
+
+class Clock:
+    """Times on a GPU or, to try the benchmark, of one call on a CPU."""
+
+    def __init__(self, dry: bool) -> None:
+        self.dry = dry
+        self.device = 'cpu' if dry else 'cuda'
+        self._copies: dict[float, float] = {}
+        moved = 2**21 if dry else 2**31
+        self.copy_gbs = moved / self.copy_ms(moved) / 1e6
+
+    def ms(self, function: Callable[[], object]) -> float:
+        """Of one call."""
+        if not self.dry:
+            return gpu_ms(function)
+        began = time.perf_counter()
+        function()
+        return (time.perf_counter() - began) * 1e3
+
+    def copy_ms(self, moved: float) -> float:
+        """Of a copy that moves so many bytes, half of them read and half written."""
+        if moved not in self._copies:
+            source = torch.zeros(max(int(moved // 4), 1), dtype=torch.bfloat16, device=self.device)
+            target = torch.empty_like(source)
+            self._copies[moved] = self.ms(lambda: target.copy_(source))
+        return self._copies[moved]
+
+    def synchronize(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def tidy(self) -> None:
+        """Before the next row: no memory of this one, and nothing compiled for it."""
+        gc.collect()
+        torch._dynamo.reset()
+        if not self.dry:
+            torch.cuda.empty_cache()
+
+
+def function_of(module: Module, backend: str) -> Callable[..., Any]:
+    """What a backend runs."""
+    if backend == PLAIN:
+        return module.plain
+    if backend == COMPILED:
+        return torch.compile(module.plain, dynamic=False)
+    return module.function()
+
+
+def only(backend: str) -> contextlib.AbstractContextManager[Any]:
+    """Within it, this backend runs, or the call raises."""
+    if backend in (PLAIN, COMPILED, FLA):
+        return contextlib.nullcontext()
+    from fla.ops.backends import use_backend
+
+    return use_backend(backend, op='modules')
+
+
+def errors(module: Module, backend: str, shape: tuple[int, ...], device: str, backward: bool) -> dict[str, float]:
+    """Relative RMS against float64, of the result and of gradients."""
+    tensors = inputs(module, module.few(shape), device)
+    found = []
+    for function, dtype in ((function_of(module, backend), None), (module.plain, torch.float64)):
+        given, leaves = with_gradients(tensors, dtype) if backward or dtype else (tensors, [])
+        result = first(function(**given))
+        do = (
+            torch.randn(result.shape, generator=torch.Generator(device).manual_seed(1), device=device)
+            if result.dim()
+            else None
+        )
+        do = torch.ones_like(result) if do is None else do.bfloat16().to(result.dtype)
+        found.append([result, *(torch.autograd.grad(result, leaves, do) if backward else ())])
+    names = ['out', *(f'd{name}' for name, one in with_gradients(tensors)[0].items() if one.requires_grad)]
+    return {name: relative(*pair) for name, *pair in zip(names, *found, strict=False)}
+
+
+def measured(module: Module, backend: str, shape: tuple[int, ...], clock: Clock) -> dict[str, Any]:
+    """One row: times in ms, bandwidth, memory beyond the inputs. What a backend refuses is said in its words."""
+    tensors = inputs(module, shape, clock.device)
+    given, leaves = with_gradients(tensors)
+    function = function_of(module, backend)
+    do = torch.ones_like(first(module.plain(**tensors)))
+
+    def forward() -> None:
+        with torch.no_grad():
+            function(**tensors)
+
+    def both() -> None:
+        result = first(function(**given))
+        torch.autograd.grad(result, leaves, do.to(result.dtype))
+
+    row: dict[str, Any] = {'copy_gbs': clock.copy_gbs}
+    for name, call, moved in zip(
+        ('forward', 'both'), (forward, both), module.bytes_of(tensors) or (None, None), strict=True
+    ):
+        try:
+            began = time.perf_counter()
+            call()
+            clock.synchronize()
+            row[f'{name}_first_s'] = time.perf_counter() - began
+            row[f'{name}_ms'] = clock.ms(call)
+            if not clock.dry:
+                row[f'{name}_wall_ms'] = wall_ms(call, calls=10, rounds=5)
+                row[f'{name}_peak_mib'] = peak_mib(call)
+            if moved:
+                row[f'{name}_gbs'] = moved / row[f'{name}_ms'] / 1e6
+                row[f'{name}_copy_ms'] = clock.copy_ms(moved)
+        except Exception as refused:
+            row[f'{name}_refused'] = said(refused)
+    if 'forward_ms' in row:
+        try:
+            row['errors'] = errors(module, backend, shape, clock.device, backward='both_ms' in row)
+        except Exception as refused:
+            row['errors_refused'] = said(refused)
+    return row
+
+
+def said(error: Exception) -> str:
+    text = f'{type(error).__name__}: {error}'.strip()
+    return ' '.join(text.split())[:300]
+
+
+def rows(backends: list[str], names: list[str], sizes: list[str], clock: Clock) -> Iterator[dict[str, Any]]:
+    for name in names:
+        for size in sizes:
+            shape = MODULES[name].sizes['dry' if clock.dry else size]
+            for backend in backends:
+                key = {'module': name, 'size': size, 'shape': shape, 'axes': MODULES[name].axes, 'backend': backend}
+                try:
+                    with only(backend):
+                        row = measured(MODULES[name], backend, shape, clock)
+                except Exception as refused:
+                    row = {'forward_refused': said(refused), 'both_refused': said(refused)}
+                yield {**key, **row}
+                clock.tidy()
+
+
+def fla_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of flash-linear-attention, from another process."""
+    again = [sys.executable, __file__, '--lines', *(['--dry'] if options.dry else [])]
+    again += [f'--only={name}' for name in options.only or ()] + [f'--size={size}' for size in options.size or ()]
+    environment = {**os.environ, 'PYTHONPATH': path_with(options.fla)}
+    with subprocess.Popen(again, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith('{'):
+                yield json.loads(line)
+    if process.returncode:
+        sys.exit(f'{FLA} ended with status {process.returncode}; its rows are not complete')
+
+
+def path_with(fla: Path) -> str:
+    """PYTHONPATH with FLA's folder first and no other folder with a package `fla`: one would fill in what it lacks."""
+    others = [path for path in os.environ.get('PYTHONPATH', '').split(os.pathsep) if path and not Path(path, 'fla').exists()]
+    return os.pathsep.join([str(fla), *others])
+
+
+def command(options: argparse.Namespace) -> str:
+    """How to repeat the run, without this machine's folders."""
+    words = ['python benchmarks/modules.py']
+    for name in ('only', 'size', 'backend'):
+        words += [f'--{name} {value}' for value in getattr(options, name) or ()]
+    return ' '.join([*words, *(['--fla fla-core'] if options.fla else []), *(['--dry'] if options.dry else [])])
+
+
+def machine(dry: bool) -> dict[str, Any]:
+    try:
+        import triton
+
+        version = triton.__version__
+    except ImportError:
+        version = None
+    return {
+        'card': 'CPU' if dry else torch.cuda.get_device_name(),
+        'versions': {'torch': torch.__version__, 'triton': version, 'python': platform.python_version()},
+        'cores': os.cpu_count(),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--json', type=Path, help='write the results there, after each row')
+    parser.add_argument('--fla', type=Path, help='folder of an unpacked fla-core: measure it as well')
+    parser.add_argument('--only', choices=MODULES, action='append', help='only this module')
+    parser.add_argument('--size', choices=SIZES, action='append', help='only this size')
+    parser.add_argument('--backend', action='append', help=f'only this one of {", ".join(BACKENDS)}, or any other of ours')
+    parser.add_argument('--dry', action='store_true', help='try it on a CPU, at tiny sizes; its times mean nothing')
+    parser.add_argument('--lines', action='store_true', help='a JSON object a line: how the process for FLA answers')
+    options = parser.parse_args(arguments)
+    if not options.dry and not torch.cuda.is_available():
+        print('These kernels need a GPU: nothing is measured here.')
+        return
+    clock = Clock(options.dry)
+    names, sizes = options.only or list(MODULES), options.size or list(SIZES)
+    if options.lines:
+        for row in rows([FLA], names, sizes, clock):
+            print(json.dumps(row), flush=True)
+        return
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {
+        'benchmark': 'modules',
+        **machine(options.dry),
+        'command': command(options),
+        'copy_gbs': clock.copy_gbs,
+        'complete': False,
+        'rows': [],
+    }
+
+    def write() -> None:
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + '\n')
+
+    def add(row: dict[str, Any]) -> None:
+        result['rows'].append(row)
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        write()
+
+    wanted = options.backend or list(BACKENDS)
+    for row in rows([one for one in wanted if one != FLA], names, sizes, clock):
+        add(row)
+    if options.fla and FLA in wanted:
+        clock.tidy()
+        for row in fla_rows(options):
+            add(row)
+    result['complete'] = True
+    write()
+
+
+if __name__ == '__main__':
+    main()

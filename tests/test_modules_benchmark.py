@@ -1,0 +1,57 @@
+"""benchmarks/modules.py on a CPU: every module, a process for FLA (this package stands for it), and what a result holds."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests import markdown
+
+SCRIPT = markdown.ROOT / 'benchmarks' / 'modules.py'
+ERROR = {'cross_entropy': 1e-2, 'fused_linear_cross_entropy': 2e-2, 'causal_conv1d': 1e-2}
+
+
+def run(tmp_path, *options):
+    path = tmp_path / 'folder' / 'modules.json'
+    done = subprocess.run([sys.executable, SCRIPT, '--json', path, *options], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text(encoding='utf-8')), done.stdout
+
+
+@pytest.mark.slow
+def test_every_module(tmp_path):
+    backends = ['reference', 'torch', 'flash-linear-attention']
+    result, _ = run(tmp_path, '--dry', '--fla', markdown.ROOT, '--size', 'large', *(f'--backend={one}' for one in backends))
+    assert result['complete']
+    assert result['command'].endswith('--fla fla-core --dry')
+    assert str(markdown.ROOT) not in json.dumps(result)
+    named = {(row['module'], row['backend']) for row in result['rows']}
+    modules = {module for module, _ in named}
+    assert len(modules) == 11
+    assert named == {(module, backend) for module in modules for backend in backends}
+    for row in result['rows']:
+        assert not [key for key in row if key.endswith('refused')], row
+        assert row['forward_ms'] > 0
+        assert row['both_ms'] > 0
+        assert ('both_gbs' in row) == (row['module'] not in ('swiglu_linear', 'fused_linear_cross_entropy'))
+        assert max(row['errors'].values()) < ERROR.get(row['module'], 8e-3), row
+        assert len(row['errors']) >= 2
+
+
+def test_filters_and_refusals(tmp_path):
+    """What cannot run says why, and the rest of the run goes on."""
+    options = ['--dry', '--only=swiglu', '--only=rotary_embedding', '--size=small', '--backend=liger', '--backend=reference']
+    result, lines = run(tmp_path, *options)
+    assert [(row['module'], row['size'], row['backend']) for row in result['rows']] == [
+        (module, 'small', backend) for module in ('swiglu', 'rotary_embedding') for backend in ('liger', 'reference')
+    ]
+    assert 'NoBackendError' in result['rows'][0]['forward_refused']
+    assert 'errors' in result['rows'][1]
+    assert lines.count('\n') == 4
+
+
+def test_without_a_gpu():
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env={'CUDA_VISIBLE_DEVICES': ''})
+    assert done.returncode == 0
+    assert 'need a GPU' in done.stdout
