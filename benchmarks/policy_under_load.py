@@ -1,8 +1,11 @@
 """Dispatch while everything around it changes.
 
-Threads call, the policy file is rewritten (by renaming and in place), backends fail at random under on_error='fallback',
-backends come and go, processes fork. Each call is checked: its result is right, and exactly one backend finished it.
-Ends with an error if a call was lost, doubled or wrong, if something hangs, or if the last file is not the one in force.
+Threads call a function that returns a new tensor and one that changes its argument in place, the policy file is rewritten
+(by renaming and in place, every fifth time with something that is no policy), backends fail at random under
+on_error='fallback', backends come and go, processes fork. Each call is checked: its result is right, and exactly one
+backend finished it; of the mutating function, that its argument was changed once, or, where the call raised, not at all.
+Ends with an error if a call was lost, doubled or wrong, if something hangs, if a bad file changed anything, or if the last
+file is not the one in force.
 
     python benchmarks/policy_under_load.py [--seconds 30] [--threads 8] [--rewrites 50] [--out FILE]
 """
@@ -19,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,14 @@ from fla.ops.backends import (
 
 RESULTS = Path(__file__).parent / 'results'
 NAMES = ('steady', 'flaky', 'other')
+BAD = (
+    '',
+    'prefer: [stedy]\n',
+    'perfer: [steady]\n',
+    'prefer: [steady\n',
+    'allow: []\n',
+    'rules:\n- ops: under_load\n  when: y.shape[0] < 3\n  use: [steady]\n',
+)
 local = threading.local()
 
 
@@ -44,8 +56,9 @@ class Flaky(Exception):
     """A failure that may be retried."""
 
 
-def make_operation(failing: float) -> tuple[Any, BackendRegistry]:
-    """`loaded(x)` is 2x, whoever serves it; each backend notes its runs and failures in the calling thread."""
+def make_operation(failing: float) -> tuple[Any, Any, BackendRegistry]:
+    """`loaded(x)` is 2x and `doubled(x)` makes x twice what it was, whoever serves them; each backend notes its runs and
+    failures in the calling thread."""
     registry = BackendRegistry('under_load')
 
     @dispatch('under_load')
@@ -53,22 +66,45 @@ def make_operation(failing: float) -> tuple[Any, BackendRegistry]:
         local.finished += 1
         return x * 2
 
+    @dispatch('under_load', mutates=('x',))
+    def doubled(x: torch.Tensor) -> None:
+        local.finished += 1
+        x.mul_(2)
+
     for name in NAMES:
         registry.register(make_backend(name, failing if name == 'flaky' else 0.0))
-    return loaded, registry
+    return loaded, doubled, registry
 
 
 def make_backend(name: str, failing: float) -> BaseBackend:
-    """A backend that fails so often, before it has done anything."""
+    """A backend that fails so often: before it has done anything, or, where it changes its argument, half the time after."""
 
-    def run(self: BaseBackend, x: torch.Tensor) -> torch.Tensor:
+    def fail() -> None:
         if failing and random.random() < failing:
             local.failed += 1
             raise Flaky(name)
+
+    def run(self: BaseBackend, x: torch.Tensor) -> torch.Tensor:
+        fail()
         local.finished += 1
         return x * 2
 
-    return type(name, (BaseBackend,), {'backend_type': name, 'retryable': (Flaky,), 'loaded': run})()
+    def in_place(self: BaseBackend, x: torch.Tensor) -> None:
+        if random.random() < 0.5:
+            fail()
+        x.mul_(2)
+        local.finished += 1
+        fail()
+
+    members = {'backend_type': name, 'retryable': (Flaky,), 'loaded': run, 'doubled': in_place}
+    return type(name, (BaseBackend,), members)()
+
+
+def soon(holds: Callable[[], bool]) -> None:
+    """Wait until something holds, half a minute at most."""
+    deadline = time.monotonic() + 30
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 class Load:
@@ -77,11 +113,25 @@ class Load:
     def __init__(self, seconds: float, threads: int, rewrites: int, seed: int) -> None:
         self.seconds, self.threads, self.rewrites = seconds, threads, rewrites
         self.random = random.Random(seed)
-        self.function, self.registry = make_operation(failing=0.2)
+        self.function, self.mutating, self.registry = make_operation(failing=0.2)
         self.stop = threading.Event()
         self.lock = threading.Lock()
         self.counts = dict.fromkeys(
-            ('calls', 'failures', 'wrong', 'lost_or_doubled', 'errors', 'plugins', 'forks', 'bad_forks'), 0
+            (
+                'calls',
+                'failures',
+                'mutating_calls',
+                'mutating_calls_that_raised',
+                'wrong',
+                'lost_or_doubled',
+                'errors',
+                'plugins',
+                'forks',
+                'bad_forks',
+                'bad_files',
+                'bad_files_that_changed_something',
+            ),
+            0,
         )
         self.notes: list[str] = []
 
@@ -95,8 +145,9 @@ class Load:
     def call(self) -> None:
         """One thread's calls."""
         x = torch.arange(4.0)
-        calls = failures = 0
+        calls = failures = mutating = raised = 0
         while not self.stop.is_set():
+            raised, mutating = raised + self.change(), mutating + 1
             local.finished = local.failed = 0
             try:
                 result = self.function(x)
@@ -108,7 +159,24 @@ class Load:
                 self.add('wrong result', wrong=1)
             if local.finished != 1:
                 self.add(f'{local.finished} runs in one call', lost_or_doubled=1)
-        self.add(calls=calls, failures=failures)
+        self.add(calls=calls, failures=failures, mutating_calls=mutating, mutating_calls_that_raised=raised)
+
+    def change(self) -> int:
+        """One call of the mutating function. It may raise, and is then not run again: what a backend has begun stays."""
+        x = torch.ones(3)
+        local.finished = local.failed = raised = 0
+        try:
+            self.mutating(x)
+        except Flaky:
+            raised = 1
+        except Exception as error:
+            self.add(f'{type(error).__name__}: {error}', errors=1)
+            return 0
+        if not torch.equal(x, torch.full((3,), 2.0**local.finished)):
+            self.add(f'changed to {x.tolist()} by {local.finished} runs', wrong=1)
+        if local.finished > 1 or local.failed > 1 or local.failed != raised or local.finished + local.failed == 0:
+            self.add(f'{local.finished} runs and {local.failed} failures in one mutating call', lost_or_doubled=1)
+        return raised
 
     def plugins(self) -> None:
         """Backends that come and go."""
@@ -144,16 +212,19 @@ class Load:
                 os.waitpid(pid, 0)
             self.add('' if code == 0 else f'child ended with {code}', forks=1, bad_forks=int(code != 0))
 
-    def write(self, path: Path, number: int) -> str:
-        """One version of the file; the name it prefers."""
+    def write(self, path: Path, number: int) -> str | None:
+        """One version of the file; the name it prefers, None where it is to be refused."""
         first = NAMES[number % len(NAMES)]
         text = f'prefer: [{first}]\nrules:\n  - ops: under_load\n    when: x.shape[0] < {number + 2}\n    use: [{first}]\n'
+        bad = 0 < number < self.rewrites and number % 5 == 0
+        if bad:
+            text = BAD[number // 5 % len(BAD)]
         if number % 2:
             path.write_text(text)
         else:
             path.with_suffix('.new').write_text(text)
             os.replace(path.with_suffix('.new'), path)
-        return first
+        return None if bad else first
 
     def run(self) -> dict[str, Any]:
         """Everything at once."""
@@ -171,10 +242,13 @@ class Load:
                     part.start()
                 for number in range(1, self.rewrites + 1):
                     time.sleep(self.seconds / self.rewrites)
+                    before, refused = watcher.current_version(), events.count('error')
                     last = self.write(path, number)
-                deadline = time.monotonic() + 30
-                while watcher.current_version().policy.prefer != (last,) and time.monotonic() < deadline:
-                    time.sleep(0.02)
+                    if last is None:
+                        soon(lambda refused=refused: events.count('error') > refused)
+                        changed = watcher.current_version() != before or events.count('error') == refused
+                        self.add(bad_files=1, bad_files_that_changed_something=int(changed))
+                soon(lambda: watcher.current_version().policy.prefer == (last,))
                 self.stop.set()
                 for part in parts:
                     part.join(60)
@@ -196,8 +270,9 @@ class Load:
 
 def good(found: dict[str, Any]) -> bool:
     """Whether nothing went wrong."""
-    never = ('wrong', 'lost_or_doubled', 'errors', 'bad_forks', 'hung_threads')
-    return found['final_file_in_force'] and found['calls'] > 0 and not any(found[name] for name in never)
+    never = ('wrong', 'lost_or_doubled', 'errors', 'bad_forks', 'bad_files_that_changed_something', 'hung_threads')
+    some = ('calls', 'mutating_calls', 'failures', 'refused')
+    return found['final_file_in_force'] and all(found[name] for name in some) and not any(found[name] for name in never)
 
 
 def main(argv: list[str] | None = None) -> int:

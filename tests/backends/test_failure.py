@@ -1,8 +1,10 @@
 """on_error='fallback': what is tried again, what never is, and what the caller gets. Every test says which backend ran."""
 
 import contextlib
+import errno
 import gc
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -172,6 +174,10 @@ NEVER_RETRIED = [
     (lambda: DispatchError('no'), (RuntimeError,)),
     (lambda: NoBackendError('none accepts'), (RuntimeError,)),
     (lambda: torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB'), (RuntimeError,)),
+    (lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes."), (RuntimeError,)),
+    (lambda: RuntimeError('DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes.'), (RuntimeError,)),
+    (lambda: OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), (OSError,)),
+    (lambda: RuntimeError('uncorrectable ECC error encountered'), (RuntimeError,)),
     (lambda: RuntimeError('CUDA error: device-side assert triggered'), (RuntimeError,)),
     (lambda: RuntimeError('CUDA driver error: invalid argument'), (RuntimeError,)),
     (lambda: RuntimeError('CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`'), (RuntimeError,)),

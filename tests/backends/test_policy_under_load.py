@@ -26,4 +26,7 @@ def test_nothing_is_wrong_lost_doubled_or_stuck(tmp_path):
     assert found['calls'] > 100
     assert found['failures'] > 0
     assert found['reloads'] >= 2
+    assert found['refused'] >= found['bad_files'] == 1
+    assert found['bad_files_that_changed_something'] == 0
+    assert found['mutating_calls'] > found['mutating_calls_that_raised'] > 0
     assert found['final_file_in_force']

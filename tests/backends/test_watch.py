@@ -107,6 +107,15 @@ def start(layer, file, poll):
         one.stop(WAIT)
 
 
+def seen_by(watcher, text):
+    """Wait until the watcher has looked at a file of this content."""
+    state = hashlib.sha256(text.encode()).hexdigest()
+    deadline = time.monotonic() + WAIT
+    while watcher._seen != state:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def replace(path, text):
     path.with_name('draft').write_text(text)
     os.replace(path.with_name('draft'), path)
@@ -337,6 +346,86 @@ def test_what_was_taken_back_does_not_return_by_itself(layer, file, start):
     time.sleep(0.3)
     assert in_force(layer) == 'one'
     assert watcher.reload().policy.prefer == ('two',)  # asked for
+
+
+@pytest.mark.parametrize('between', ['one', 'bad'])
+def test_what_was_taken_back_returns_when_the_file_says_it_anew(layer, file, start, between):
+    """Somebody mends the file, and rolls out again what was taken back."""
+    reloads, errors = Events(), Events()
+    watcher = start(on_reload=reloads, on_error=errors)
+    file.write_text('two')
+    reloads.wait(1)
+    watcher.rollback()
+    replace(file, between)
+    if between == 'bad':
+        errors.wait(1)
+    else:
+        seen_by(watcher, 'one')
+    replace(file, 'two')
+    reloads.wait(3)  # the second was the rollback
+    assert in_force(layer) == 'two'
+
+
+def test_after_two_rollbacks_what_the_file_says_does_not_return_by_itself(layer, file, start):
+    reloads, errors = Events(), Events()
+    watcher = start(on_reload=reloads, on_error=errors)
+    for count, text in enumerate(['two', 'three'], 1):
+        file.write_text(text)
+        reloads.wait(count)
+    assert [watcher.rollback().policy.prefer for _ in range(2)] == [('two',), ('one',)]
+    file.rename(file.with_name('away'))
+    errors.wait(1)
+    file.with_name('away').rename(file)
+    seen_by(watcher, 'three')
+    assert in_force(layer) == 'one'
+
+
+def test_reading_again_what_is_in_force_makes_no_version(layer, file, start):
+    reloads = Events()
+    watcher = start(on_reload=reloads)
+    file.write_text('two')
+    reloads.wait(1)
+    assert [watcher.reload().version for _ in range(5)] == [2] * 5
+    assert [v.version for v in watcher.history()] == [1, 2]
+    assert watcher.rollback().policy.prefer == ('one',)
+    assert watcher.reload().policy.prefer == ('two',)  # asked for, it is read again
+
+
+def test_a_bad_file_is_told_once_for_each_state_also_by_reload(layer, file, start):
+    errors = Events()
+    watcher = start(on_error=errors)
+    file.write_text('bad')
+    errors.wait(1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match='no policy'):
+            watcher.reload()
+    file.write_text('bad again')
+    errors.wait(2)
+    assert len(errors.seen) == 2
+
+
+def test_an_exit_in_a_callback_or_validator_ends_nothing(layer, file, start, caplog):
+    reloads, errors = Events(), Events()
+    exits = ['two', 'three']
+
+    def validator(policy):
+        if policy.prefer == ('two',):
+            sys.exit('not that')
+
+    def callback(event):
+        if in_force(layer) == 'three':
+            sys.exit(3)
+
+    watcher = start(on_reload=[callback, reloads], on_error=errors, validators=validator)
+    replace(file, exits[0])
+    assert 'not that' in str(errors.wait(1).error)
+    replace(file, exits[1])
+    reloads.wait(1)
+    replace(file, 'four')
+    reloads.wait(2)
+    assert in_force(layer) == 'four'
+    assert watcher.running
+    assert 'callback' in caplog.text
 
 
 def test_rollback_takes_back_a_load_by_somebody_else(layer, file, start):

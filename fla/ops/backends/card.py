@@ -31,11 +31,7 @@ def drivers(platform: str) -> dict[str, str | None]:
 
 
 def _driver(platform: str) -> str | None:
-    text = _text(_DRIVER_FILES[platform])
-    found = re.search(r'\d+\.\d+(\.\d+)*', text)
-    if found is None and platform == 'cuda' and torch.cuda.is_available():
-        number: int = getattr(torch._C, '_cuda_getDriverVersion')()  # noqa: B009 - the newest CUDA it can run
-        return f'for CUDA {number // 1000}.{number % 1000 // 10}'
+    found = re.search(r'\d+\.\d+(\.\d+)*', _text(_DRIVER_FILES[platform]))
     return found.group() if found else None
 
 

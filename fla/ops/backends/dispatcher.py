@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
 import weakref
@@ -116,9 +117,10 @@ class Dispatcher:
         self.holders: dict[int, int] = {}
         self._code: Layer | None = None
         self._file: PolicyVersion | None = None
-        self._file_versions, self._config = 0, ''
-        # what the environment's file said when it was read
+        self._file_versions = 0
+        # the environment's file: as it was last read, and what of it was last put in force
         self._config_draft: Draft | None = None
+        self._config_version: PolicyVersion | None = None
         self._measured: Layer | None = None
         self._env_layers: tuple[Layer, ...] | None = None
         self._env_checked = False
@@ -354,13 +356,14 @@ class Dispatcher:
             if self._env_layers is None:  # else another thread was faster
                 self._env_layers, self._env_checked = layers, False
                 if file is not None:
-                    known = self._file
+                    known = self._config_version
+                    # else it says what it said, and what load_policy() has put in its place since stays
                     if known is None or (known.sha256, known.source) != (file.sha256, file.source):
                         self._file_versions += 1
-                        self._file = replace(file, version=self._file_versions)
-                    self._config = path
-                elif not path and self._file is not None and self._file.source == self._config:
-                    self._file = None  # the variable that named it is gone
+                        self._file = self._config_version = replace(file, version=self._file_versions)
+                elif not path and self._config_version is not None:  # the variable that named it is gone
+                    self._file = None if self._file is self._config_version else self._file
+                    self._config_version = None
                 follow_environment(self, self.environment.tracing)
                 self.push()
 
@@ -378,13 +381,14 @@ class Dispatcher:
         layers += [layer for layer in (file, self._measured) if layer is not None]
         return State(tuple(layers), bool(self.traces), telemetry=self._telemetry())
 
-    def state_with_file(self, policy: Policy | None, source: str = '') -> State:
+    def state_with_file(self, policy: Policy | None, name: str = '') -> State:
         """The state in force, with another policy in the place of the file's; None for no file."""
         now, file = self.state(), self._file
-        layers = [layer for layer in now.layers if file is None or layer.policy is not file.policy]
+        source = '' if file is None else _file_layer(file.policy, file.source).source
+        layers = [layer for layer in now.layers if file is None or layer.policy is not file.policy or layer.source != source]
         below = [layer for layer in layers if layer is self._measured]
         above = [layer for layer in layers if layer is not self._measured]
-        own = [] if policy is None else [_file_layer(policy, source)]
+        own = [] if policy is None else [_file_layer(policy, name)]
         return replace(now, layers=(*above, *own, *below))
 
     def _telemetry(self) -> str:
@@ -494,9 +498,10 @@ class Dispatcher:
             if not made.version:
                 self._file_versions += 1
                 made = replace(made, version=self._file_versions)
-            self._file = made
+            before, self._file = self._file, made
             self.push()
-        self.breakers.clear('the policy changed')
+        if before is None or before.policy != made.policy:
+            self.breakers.clear('the policy changed')
         return made
 
     def unload_policy(self) -> None:
@@ -504,7 +509,7 @@ class Dispatcher:
         self.refuse_if_frozen('unload the policy file')
         self.state()
         with lock:
-            self._file = None
+            self._file = self._config_version = None
             self.push()
         self.breakers.clear('the policy changed')
 
@@ -529,6 +534,14 @@ class Dispatcher:
     def measured_rules(self) -> tuple[Rule, ...]:
         """What was measured, as rules for one function each."""
         return self._measured.policy.rules if self._measured is not None else ()
+
+    def kind_of(self, layer: Layer) -> str:
+        """Which layer it is, without the place where it was written."""
+        if layer is self._measured:
+            return 'measured'
+        if self._file is not None and layer.source == _file_layer(self._file.policy, self._file.source).source:
+            return 'policy file'
+        return re.sub(r' at \S+:\d+', '', layer.source)
 
     def state_without_measured(self) -> State:
         """The state in force but for what was measured."""
@@ -728,8 +741,8 @@ class Dispatcher:
         with lock:
             self.frozen = None
             self.scopes, self._code, self._env_layers = (), None, None
-            self._file, self._file_versions, self._config, self._measured = None, 0, '', None
-            self._config_draft = None
+            self._file, self._file_versions, self._measured = None, 0, None
+            self._config_draft = self._config_version = None
             self.holders = {}
             self.traces, self.listeners = (), ()
             self.telemetries, self.observers = (), ()

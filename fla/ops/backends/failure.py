@@ -45,7 +45,8 @@ _DEVICE_TYPES: tuple[type[BaseException], ...] = (
 
 # PyTorch raises plain RuntimeErrors for most of these, and vendors' packages types of their own.
 _DEVICE_WORDS = re.compile(
-    r'out of memory|device-side assert|illegal memory access|illegal instruction|misaligned address|launch failure'
+    r'out of memory|(can.t|cannot) allocate memory|not enough memory|uncorrectable ECC'
+    r'|device-side assert|illegal memory access|illegal instruction|misaligned address|launch failure'
     r'|\b(CUDA|HIP|XPU|NPU|MPS|NCCL|RCCL|cuBLAS(Lt)?|cuDNN|cuSOLVER|cuSPARSE|cuFFT|cuRAND|hipBLAS(Lt)?|hipFFT|hipSPARSE|'
     r'MIOpen|rocBLAS|rocSOLVER) (driver |runtime |kernel )?(error|failure)\b'
     r'|\b(CUDA_ERROR|cudaError|hipError|CUBLAS_STATUS|CUDNN_STATUS|CUSOLVER_STATUS|CUSPARSE_STATUS|CUFFT_|miopenStatus|'

@@ -12,7 +12,7 @@ import json
 import os
 import platform as python_platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from fla.ops.backends.dispatcher import Dispatcher, Frozen, owner_of
 from fla.ops.backends.errors import ManifestMismatchError
 from fla.ops.backends.locking import lock
 from fla.ops.backends.plan import ANY, build
+from fla.ops.backends.policy import Layer
 
 
 class Manifest(dict[str, Any]):
@@ -43,8 +44,12 @@ def _hash(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _portable(text: str) -> str:
-    """Without the places in source files that scopes name: they differ from host to host, and select nothing."""
+def _portable(text: str, layers: Iterable[Layer]) -> str:
+    """Without the places in source files that scopes name, and without the paths of policy files: they differ from host to
+    host, and select nothing."""
+    places = {place for layer in layers for _, place in layer.policy.places}
+    for place in sorted(places | {place.rpartition(':')[0] for place in places}, key=len, reverse=True):
+        text = text.replace(place, 'its file') if place else text
     return re.sub(r'policy file \S+', 'policy file', re.sub(r' (at|by) \S+:\d+', '', text))
 
 
@@ -85,11 +90,11 @@ def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tup
             for c in chain:
                 on = c.gate is None or c.gate.is_on
                 out = c.out or (None if on or c.gate is None else ('disabled', c.gate.says_off, c.gate.source))
-                reason = _portable(f'{out[0]}: {format_reason(out[1])}') if out else None
+                reason = _portable(f'{out[0]}: {format_reason(out[1])}', state.layers) if out else None
                 rows.append({'backend': c.member.name, 'out': reason})
                 if out is None and c.member.backend.package_name:
                     packages.add(c.member.backend.package_name)
-            chains[name] = rows
+            chains.setdefault(name, rows)  # of two rules with one condition only the first is asked
         selections[key] = chains
     content = {
         'namespace': owner.namespace,
@@ -98,7 +103,7 @@ def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tup
             'torch': torch.__version__,
             **{name: version_of(name) for name in ('fla-dispatch', 'triton', *sorted(packages))},
         },
-        'policy': [{'source': _portable(layer.source), **layer.policy.to_dict()} for layer in state.layers],
+        'policy': [{'source': owner.kind_of(layer), **layer.policy.to_dict()} for layer in state.layers],
         'selections': selections,
     }
     file = owner.policy_version()

@@ -156,8 +156,10 @@ class PolicyWatcher:
         # what the file held when it was last looked at, by hash or by what was wrong
         self._seen = ''
         self._in_error: tuple[str, str] | None = None
-        # what rollback() took back: it does not come again because the file could not be read for a moment
+        # what the file held when rollback() took it back: it does not come again because it could not be read for a moment
         self._taken_back = ''
+        # what the file said when it could last be read
+        self._content = ''
         self._waits_for_thaw = False
         self._stopping = threading.Event()
         self._pid = os.getpid()
@@ -231,10 +233,12 @@ class PolicyWatcher:
         """
         self._check_running('reload')
         previous = self.current_version()
+        state = _state_of(self.path)
         try:
             made = self._take()
         except Exception as error:
-            self._refused(error, '')
+            self._seen = state
+            self._refused(error, state)
             raise
         if made is None:
             return self._history[-1]
@@ -269,7 +273,7 @@ class PolicyWatcher:
                 what = 'the version before' if to is None else f'version {to!r}'
                 raise WatchError(f'cannot roll back {self.path} to {what}: the earlier versions kept are {known}')
             self._dispatcher.set_file_policy(past[-1])
-            self._taken_back = self._history[-1].sha256 if past != self._history else ''
+            self._taken_back = self._content
             self._history = past
             self._tickets += 1
             self._done = self._tickets  # what is being read at this moment was asked for before
@@ -307,16 +311,25 @@ class PolicyWatcher:
         self._dispatcher.refuse_if_frozen(f'reload {self.path}')
         made = self._dispatcher.read_policy_version(self.path)
         for validator in self._validators:
-            answer = validator(made.policy)
+            try:
+                answer = validator(made.policy)
+            except SystemExit as error:  # a thread would end without a word
+                raise ValueError(
+                    f'validator {_name_of(validator)} refuses {self.path}: it exits with {error.code!r}'
+                ) from error
             if answer is not None and answer is not True:
                 raise ValueError(f'validator {_name_of(validator)} refuses {self.path}: {answer!r}')
         self._dispatcher.try_policy(made.policy, self.path)
         with self._turn:
             if ticket < self._done:
                 return None
-            made = self._dispatcher.set_file_policy(made)
-            self._history = (*self._history, made)[-self._most :]
-            self._done, self._seen = ticket, made.sha256
+            now = self.current_version()
+            if now is not None and self._history and now == self._history[-1] and now.sha256 == made.sha256:
+                made = now  # read again, and still the same
+            else:
+                made = self._dispatcher.set_file_policy(made)
+                self._history = (*self._history, made)[-self._most :]
+            self._done, self._seen, self._content = ticket, made.sha256, made.sha256
             self._in_error, self._taken_back, self._waits_for_thaw = None, '', False
         logs.logger.info('policy %s: version %d (%s) in force', self.path, made.version, made.sha256[:12])
         return made
@@ -329,6 +342,10 @@ class PolicyWatcher:
         previous = self.current_version()
         was_bad = self._in_error is not None
         in_force = self._history[-1].sha256 if self._history and previous == self._history[-1] else ''
+        if _is_content(state):
+            if state != self._content:
+                self._taken_back = ''
+            self._content = state
         if state in (in_force, self._taken_back):
             self._seen, self._in_error, self._waits_for_thaw = state, None, False
             if was_bad and state == in_force:
@@ -360,7 +377,7 @@ class PolicyWatcher:
         for callback in self._on_error if kind == 'error' else self._on_reload:
             try:
                 callback(event)
-            except Exception:
+            except (Exception, SystemExit):
                 logs.logger.exception('policy %s: callback %s raised', self.path, _name_of(callback))
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -385,7 +402,7 @@ class PolicyWatcher:
     def _look_and_live(self) -> None:
         try:
             self._look()
-        except Exception:
+        except BaseException:  # nobody else hears of it, and the next change is to be seen
             logs.logger.exception('policy %s: the watcher goes on after an error of its own', self.path)
 
     def _polled(self, seconds: float) -> Iterator[None]:
@@ -478,6 +495,10 @@ def _state_of(path: str) -> str:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
         return f'{type(error).__name__} {error.errno}'
+
+
+def _is_content(state: str) -> bool:
+    return ' ' not in state
 
 
 def _names_on_the_way(path: str) -> frozenset[str]:

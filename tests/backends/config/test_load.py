@@ -315,6 +315,74 @@ def test_frozen_and_manifest(write, toy):
     assert 'policy_file' not in manifest()
 
 
+def test_the_manifest_lists_the_rule_that_is_asked(write, toy):
+    load_policy(write('rules:\n- {ops: TOY, when: flag, use: b}\n- {ops: TOY, when: flag, use: c}'))
+    assert toy.ran(SHORT, SHORT, flag=True) == 'b'
+    assert manifest()['selections'][f'{toy.op}.f']['any when flag'][0]['backend'] == 'b'
+
+
+def test_where_a_file_lies_makes_no_difference_to_the_manifest(write, toy, tmp_path):
+    hashes = set()
+    for folder in ('one', 'an other', 'x/y'):
+        (tmp_path / folder).mkdir(parents=True)
+        load_policy(write('deny: a\nlock: {TOY: [b, c]}\nboost: {TOY: {b: 1}}', f'{folder}/policy.yaml'))
+        toy.ran()
+        hashes.add(manifest().sha256)
+        assert str(tmp_path) not in json.dumps(manifest())
+    assert len(hashes) == 1
+    load_policy(write('deny: b', 'policy.yaml'))
+    assert manifest().sha256 not in hashes
+
+
+def test_refresh_leaves_what_was_loaded_since(write, toy, monkeypatch):
+    named = write('prefer: b', 'named.yaml')
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(named))
+    refresh()
+    assert toy.ran() == 'b'
+    load_policy(write('prefer: c'))
+    refresh()
+    assert toy.ran() == 'c'
+    named.write_text('prefer: default')  # the variable's file says something new
+    refresh()
+    assert toy.ran() == 'default'
+    load_policy(write('prefer: c'))
+    monkeypatch.delenv('FLA_DISPATCH_CONFIG')
+    refresh()
+    assert toy.ran() == 'c'
+    unload_policy()
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(named))
+    refresh()
+    assert toy.ran() == 'default'
+    unload_policy()
+    assert toy.ran() == 'a'
+    refresh()
+    assert toy.ran() == 'default'
+
+
+def test_a_file_that_says_the_same_leaves_breakers_alone(write):
+    toy = Toy()
+    toy.add('z', priority=0, retryable=(RuntimeError,), f=fails)
+    text = 'on_error: fallback\nbreaker: {threshold: 2, cooldown: 100}\n'
+    load_policy(write(text))
+    assert [toy.ran(), toy.ran()] == ['default'] * 2
+    load_policy(write(text + '# a remark\n'))
+    assert breaker(toy.f, 'z').state == 'open'
+    load_policy(write(text + 'strict: false\n'))
+    assert breaker(toy.f, 'z').state == 'closed'
+
+
+def fails(self, *args, **kwargs):
+    raise RuntimeError('once more')
+
+
+def test_the_code_layer_may_hold_the_policy_of_the_file(write, toy):
+    version = load_policy(write('deny: a'))
+    set_policy(version.policy)
+    dispatcher = default_dispatcher()
+    without = dispatcher.state_with_file(None)
+    assert [layer.source for layer in without.layers] == ['set_policy()']
+
+
 def test_reset_takes_the_file_away(write, toy):
     load_policy(write('prefer: b'))
     assert default_dispatcher().policy_version().version == 1
