@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
-from fla.ops.backends.policy import Layer, Policy, State
+from fla.ops.backends.policy import Policy
+from fla.ops.backends.precedence import Layer, State
 from fla.ops.backends.scopes import new_token
 from fla.utils.env import LIVE, live_key, text_of
 

@@ -1,10 +1,10 @@
 """A plan's source text.
 
-One writer, two readers: `Call` writes the code of a call (straight-line, no loop, no lock, no formatting) and `Explain`
-writes the same tests with every outcome noted. Names that begin with `_d_` are the generator's own; names of
-implementations, verifiers and declared values are fresh for each plan, because Dynamo snapshots a namespace within a trace
-and because a thread may still be running an older plan. Builtins have names of the generator's own, too: a parameter may
-be called `type`.
+One generator, and two that say what happens at each outcome: `codegen_call` writes the code of a call (straight-line, no
+loop, no lock, no formatting), `codegen_explain` the same tests with every outcome noted. Names that begin with `_d_` are the
+generator's own; names of implementations, verifiers and declared values are fresh for each plan, because Dynamo snapshots a
+namespace within a trace and because a thread may still be running an older plan. Builtins have names of the generator's own,
+too: a parameter may be called `type`.
 
 What a call looks like, for one backend with a toggle and a verifier, on a machine that has only seen CPU tensors:
 
@@ -33,10 +33,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Case, Gate, Plan
-from fla.ops.backends.policy import Conditional, Effective
+from fla.ops.backends.precedence import Conditional
 from fla.ops.backends.signature import Signature
 from fla.utils.env import live_key
 
@@ -74,61 +74,6 @@ class Writer:
     def bind(self, name: str, value: Any) -> str:
         self.bindings[name] = value
         return name
-
-
-class Actions:
-    """What the entry point offers to generated code, by candidate. Each is called without arguments where Dynamo may meet
-    it: such functions are marked constant and run while tracing."""
-
-    shows_reasons = False
-
-    def bug(self, candidate: Candidate, method: str) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def bad_return(self, candidate: Candidate, method: str) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def unmet(self, candidate: Candidate) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def untraceable(self, candidate: Candidate) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def first_use(self, candidate: Candidate, platform: str) -> Callable[[], None] | None:
-        raise NotImplementedError
-
-    def traced(self, candidate: Candidate) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def record(self, candidate: Candidate) -> Callable[..., None]:
-        raise NotImplementedError
-
-    def reason(self, candidate: Candidate) -> Callable[[Any], None] | None:
-        raise NotImplementedError
-
-    def unanswerable(self, case: Conditional) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def breaker(self, candidate: Candidate) -> Any:
-        raise NotImplementedError
-
-    def failed(self, candidate: Candidate, policy: Effective) -> Callable[..., Any]:
-        raise NotImplementedError
-
-    def exhausted(self) -> Callable[[Any], NoReturn]:
-        raise NotImplementedError
-
-    def count(self, candidate: Candidate | None) -> Callable[..., None]:
-        raise NotImplementedError
-
-    def count_compiled(self, candidate: Candidate) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def is_on_now(self, candidate: Candidate) -> Callable[[], bool]:
-        raise NotImplementedError
-
-    def clock(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        raise NotImplementedError
 
 
 class Generator:
@@ -418,299 +363,6 @@ def _any_of(raws: list[str], group: tuple[tuple[Any, ...], ...]) -> str:
     return ' or '.join(one(values) for values in group)
 
 
-class Call(Generator):
-    """The code of a call. With `ranges`, every implementation runs inside a profiler range."""
-
-    def __init__(
-        self,
-        signature: Signature,
-        plan: Plan,
-        serial: str,
-        actions: Actions,
-        label: str,
-        *,
-        ranges: bool = False,
-        virtual: bool = True,
-    ) -> None:
-        super().__init__(signature, plan, serial)
-        self.actions, self.label, self.ranges, self.virtual = actions, label, ranges, virtual
-        self.keeps_answer = actions.shows_reasons
-
-    def prelude(self) -> None:
-        if self.ranges:
-            return
-        if self.virtual:
-            # in eager, too: a graph break, or an entered scope that is not left, hands the virtual scopes to eager code
-            self.w.line(f'if _d_virtual.layers: return _d_getattr(_d_box, _d_select(_d_virtual.layers))({self.forward})')
-        with self.w.block('if _d_dyn():'):
-            pass
-        self.w.line(f'elif _d_profiler._is_profiler_enabled: return _d_ranged{self.serial}({self.forward})')
-
-    def _without_arguments(self, name: str, action: Callable[[], None]) -> None:
-        self.w.line(f'{self.w.bind(name, action)}()')
-
-    def chain(self, chain: tuple[Candidate, ...], platform: str) -> None:
-        if self.plan.policy.falls_back:
-            self.w.line('_d_failures = None')
-        super().chain(chain, platform)
-
-    def run(self, c: Candidate, tag: str) -> None:
-        policy = self.plan.policy
-        if not (policy.falls_back or policy.telemetry):
-            self._announce(c, tag)
-            self._implementation(c, tag, 'return ')
-            return
-        # what follows is never seen by Dynamo: no change in it makes a compiled caller compile again
-        with self.w.block('if _d_dyn():'):
-            self._announce(c, tag)
-            if policy.telemetry:
-                self._without_arguments(f'_d_compiled{tag}', self.actions.count_compiled(c))
-            self._implementation(c, tag, 'return ')
-        if policy.falls_back and policy.use is None:
-            breaker = self.w.bind(f'_d_breaker{tag}', self.actions.breaker(c))
-            self.w.line('_d_probe = 0')
-            with self.w.block(f'if {breaker}.closed or (_d_probe := {breaker}.admit()) >= 0:'):
-                self._guarded(c, tag)
-            with self.w.block('else:'):
-                self._count(c, tag, "'open'")
-                self._passed_over(c, tag)
-        else:
-            self._guarded(c, tag)
-
-    def _guarded(self, c: Candidate, tag: str) -> None:
-        """Run it, and see how that ends."""
-        policy = self.plan.policy
-        first = (*self.signature.tensors, 'None')[0]
-        self._announce(c, tag)
-        timed = []
-        with self.w.block('try:'):
-            if policy.telemetry == 'time':
-                begin, elapsed = (
-                    self.w.bind(f'_d_{name}{self.serial}', value)
-                    for name, value in zip(('begin', 'elapsed'), self.actions.clock(), strict=True)
-                )
-                self.w.line(f'_d_start = {begin}({first})')
-                timed = [f'{elapsed}(_d_start, {first})']
-            self._implementation(c, tag, '_d_result = ')
-        with self.w.block('except _d_BaseException as _d_error:'):
-            if policy.falls_back:
-                failed = self.w.bind(f'_d_failed{tag}', self.actions.failed(c, policy))
-                self.w.line(f'_d_failures = {failed}(_d_error, _d_failures, {self._probe}, {first})')
-            if policy.telemetry:
-                # not timed: no event may be recorded on a device that has just failed
-                outcome = "'raised' if _d_failures is None else 'failed'" if policy.falls_back else "'raised'"
-                self._count(c, tag, outcome, 'None', '_d_error')
-            self.w.line('if _d_failures is None: raise' if policy.falls_back else 'raise')
-        with self.w.block('else:'):
-            if policy.falls_back:
-                breaker = self.w.bind(f'_d_breaker{tag}', self.actions.breaker(c))
-                self.w.line(f'if {self._probe} or {breaker}.failures: {breaker}.succeeded({self._probe})')
-                # the exceptions in it hold this frame
-                self.w.line('if _d_failures is not None: _d_failures.clear()')
-            self._count(c, tag, "'served'", *timed)
-            self.w.line('return _d_result')
-
-    def never_seen(self, c: Candidate, tag: str, word: str) -> None:
-        if self.plan.policy.falls_back:
-            # planning anew would run again what has failed in this very call
-            now = self.w.bind(f'_d_now{tag}', self.actions.is_on_now(c))
-            with self.w.block(f'{word} _d_failures and {now}():'):
-                self._tests(c, tag)
-            with self.w.block('elif _d_failures:'):
-                self.off(c, tag)
-
-    @property
-    def _probe(self) -> str:
-        """A forced choice does not ask the breaker, so that it is no probe."""
-        return '_d_probe' if self.plan.policy.use is None else '0'
-
-    def _count(self, c: Candidate | None, tag: str, *arguments: str) -> None:
-        if self.plan.policy.telemetry:
-            count = self.w.bind(f'_d_count{tag}', self.actions.count(c))
-            self.w.line(f'{count}({", ".join(arguments)})')
-
-    def unanswerable(self, case: Case, number: int) -> None:
-        if self.plan.policy.strict:
-            self.w.line(f'raise _d_Bug({unanswerable_text(case.conditional, self.label)!r}) from _d_error')
-            return
-        name = f'_d_unanswerable{self.serial}_{self.place}'
-        self._without_arguments(name, self.actions.unanswerable(case.conditional))
-
-    def _announce(self, c: Candidate, tag: str) -> None:
-        first_use = self.actions.first_use(c, self.platform)
-        if first_use is not None:
-            self._without_arguments(f'_d_use{tag}', first_use)
-        if self.plan.policy.tracing:
-            with self.w.block('if _d_dyn():'):
-                self._without_arguments(f'_d_traced{tag}', self.actions.traced(c))
-            with self.w.block('else:'):
-                record = self.w.bind(f'_d_record{tag}', self.actions.record(c))
-                named = [f'{n}={n}' for n in self.signature.names]
-                self.w.line(f'{record}(_d_dict({", ".join(named)}))')
-
-    def _implementation(self, c: Candidate, tag: str, to: str) -> None:
-        name = self.w.bind(f'_d_i{tag}', c.member.implementation)
-        assert c.member.call is not None
-        call = f'{to}{name}({c.member.call.arguments})'
-        if self.ranges:
-            with self.w.block(f'with _d_range({f"{self.label}[{c.member.name}]"!r}):'):
-                self.w.line(call)
-        else:
-            self.w.line(call)
-
-    def reject(self, c: Candidate, tag: str, reason: str, source: str) -> None:
-        show = self.actions.reason(c)
-        if show is not None:
-            self.w.line(f'if not _d_dyn(): {self.w.bind(f"_d_why{tag}", show)}({reason})')
-        self._passed_over(c, tag, available=source != 'availability')
-
-    def _passed_over(self, c: Candidate, tag: str, available: bool = True) -> None:
-        if available and self.plan.policy.require_first:
-            self.nothing()
-        elif c.wished:
-            self._without_arguments(f'_d_unmet{tag}', self.actions.unmet(c))
-
-    def off(self, c: Candidate, tag: str) -> None:
-        if c.wished:
-            self._without_arguments(f'_d_unmet{tag}', self.actions.unmet(c))
-
-    def untraceable(self, c: Candidate, tag: str) -> None:
-        self._without_arguments(f'_d_untraceable{tag}', self.actions.untraceable(c))
-        self._passed_over(c, tag)
-
-    def bug(self, c: Candidate, tag: str, method: str) -> None:
-        if self.plan.policy.strict:
-            self.w.line(f'raise _d_Bug({_bug_text(c, self.label, method)!r}) from _d_error')
-            return
-        self._without_arguments(f'_d_bug{tag}_{method}', self.actions.bug(c, method))
-        self._passed_over(c, tag)
-
-    def bad_return(self, c: Candidate, tag: str, method: str) -> None:
-        if self.plan.policy.strict:
-            self.w.line(f'raise _d_Bug({_bad_text(c, self.label, method)!r})')
-            return
-        self._without_arguments(f'_d_bad{tag}_{method}', self.actions.bad_return(c, method))
-        self._passed_over(c, tag)
-
-    def demote(self, c: Candidate, tag: str) -> None:
-        self.w.line(f'_d_late{tag} = True')
-        if self.plan.policy.require_first:
-            self.nothing()
-
-    def late(self, c: Candidate, tag: str) -> None:
-        self.run(c, tag)
-
-    def nothing(self) -> None:
-        message = (
-            f'{self.label}: no backend accepts this call; run it outside torch.compile, or explain() it, for the reasons'
-        )
-        self.w.line(f'if _d_dyn(): raise _d_NoBackend({message!r})')
-        self._count(None, f'{self.serial}_none', "'no_backend'")
-        if self.plan.policy.falls_back:
-            exhausted = self.w.bind(f'_d_exhausted{self.serial}', self.actions.exhausted())
-            self.w.line(f'if _d_failures: {exhausted}(_d_failures)')
-        self.w.line(f'return _d_none({self.forward})')
-
-    def unmet_wish(self) -> None:
-        self.nothing()
-
-
-class Explain(Generator):
-    """The code of `explain`: the tests of a call, each outcome noted in the collector `_d_c`, and no kernel run."""
-
-    stops_at_winner = False
-    only = ANY
-
-    def platforms(self) -> None:
-        self.cases(self.only)
-
-    def again(self, line: str) -> None:
-        self.w.line('_d_c.stale()')
-
-    def odd_tensor(self, first: str) -> None:
-        self.w.line(f'if _d_k == 1 and _d_has_override(({first},)): return _d_c.offered(_d_type({first}))')
-        self.w.line(f'if _d_k == 2: _d_refuse({first!r}, _d_type({first}).__name__)')
-
-    def _place(self, tag: str) -> str:
-        return tag.rsplit('_', 1)[1]
-
-    def case(self, case: Case, number: int, platform: str) -> None:
-        self.w.line(f'_d_c.case({number})')
-        super().case(case, number, platform)
-        self.w.line('return')
-
-    def _condition(self, case: Case, number: int) -> None:
-        super()._condition(case, number)
-        self.w.line(f'_d_c.asked({number}, _d_w)')
-
-    def unanswerable(self, case: Case, number: int) -> None:
-        self.w.line(f'_d_c.unanswerable({number})')
-        if self.plan.policy.strict:
-            self.w.line(f'_d_c.stop({unanswerable_text(case.conditional, "")!r})')
-
-    def chain(self, chain: tuple[Candidate, ...], platform: str) -> None:
-        self.w.line(f'_d_c.begin({platform!r})')
-        super().chain(chain, platform)
-
-    def run(self, c: Candidate, tag: str) -> None:
-        if not self.plan.policy.falls_back or self.plan.policy.use is not None:
-            self.w.line(f'_d_c.accept({self._place(tag)})')
-            return
-        self.w.line(f'_d_o = _d_refusal({c.member.name!r})')
-        with self.w.block('if _d_o is None:'):
-            self.w.line(f'_d_c.accept({self._place(tag)})')
-        with self.w.block('else:'):
-            self.w.line(f'_d_c.reject({self._place(tag)}, _d_o, "breaker")')
-            self._passed_over()
-
-    def reject(self, c: Candidate, tag: str, reason: str, source: str) -> None:
-        self.w.line(f'_d_c.reject({self._place(tag)}, {reason}, {source!r})')
-        if source != 'availability':
-            self._passed_over()
-
-    def off(self, c: Candidate, tag: str) -> None:
-        self.w.line(f'_d_c.off({self._place(tag)})')
-
-    def untraceable(self, c: Candidate, tag: str) -> None:
-        self.w.line('pass')
-
-    def bug(self, c: Candidate, tag: str, method: str) -> None:
-        self._broken(tag, _bug_text(c, '', method), 'True')
-
-    def bad_return(self, c: Candidate, tag: str, method: str) -> None:
-        self._broken(tag, _bad_text(c, '', method), 'False')
-
-    def _broken(self, tag: str, text: str, raised: str) -> None:
-        self.w.line(f'_d_c.bug({self._place(tag)}, {text!r}, {raised})')
-        if self.plan.policy.strict:
-            self.w.line(f'_d_c.stop({text!r})')
-        else:
-            self._passed_over()
-
-    def _passed_over(self) -> None:
-        if self.plan.policy.require_first:
-            self.w.line("_d_c.stop('the first available and enabled candidate does not accept the call (require_first)')")
-
-    def demote(self, c: Candidate, tag: str) -> None:
-        self.w.line(f'_d_late{tag} = True')
-        self.w.line(f'_d_c.demote({self._place(tag)}, _d_y[1] if _d_len(_d_y) == 2 else None)')
-        self._passed_over()
-
-    def late(self, c: Candidate, tag: str) -> None:
-        if self.plan.policy.falls_back and self.plan.policy.use is None:
-            self.w.line(f'_d_o = _d_refusal({c.member.name!r})')
-            self.w.line(f'if _d_o is None: _d_c.late({self._place(tag)})')
-            self.w.line(f'else: _d_c.reject({self._place(tag)}, _d_o, "breaker")')
-        else:
-            self.w.line(f'_d_c.late({self._place(tag)})')
-
-    def nothing(self) -> None:
-        self.w.line("_d_c.stop('no candidate accepts the call')")
-
-    def unmet_wish(self) -> None:
-        self.w.line("_d_c.stop('no preferred backend accepts the call (strict)')")
-
-
 def unanswerable_text(case: Conditional, label: str) -> str:
     """A condition that a call gives no answer to."""
     assert case.condition is not None
@@ -718,11 +370,13 @@ def unanswerable_text(case: Conditional, label: str) -> str:
     return f'{label}: {text}' if label else text
 
 
-def _bug_text(c: Candidate, label: str, method: str) -> str:
+def bug_text(c: Candidate, label: str, method: str) -> str:
+    """A method that raised what it must not."""
     return f'{label}{": " if label else ""}{method} of backend {c.member.name!r} raised'
 
 
-def _bad_text(c: Candidate, label: str, method: str) -> str:
+def bad_text(c: Candidate, label: str, method: str) -> str:
+    """A verifier that returned what it must not."""
     return f'{label}{": " if label else ""}{method} of backend {c.member.name!r} must return (True, None) or (False, reason)'
 
 

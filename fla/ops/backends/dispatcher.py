@@ -28,7 +28,8 @@ from fla.ops.backends.environment import Environment
 from fla.ops.backends.errors import DispatchError, FrozenError, RegistrationError, UnknownNameError, unknown_name
 from fla.ops.backends.locking import lock
 from fla.ops.backends.plan import Gate
-from fla.ops.backends.policy import Effective, Layer, Policy, Rule, State
+from fla.ops.backends.policy import Policy, Rule
+from fla.ops.backends.precedence import Effective, Layer, State
 from fla.ops.backends.registry import BackendRegistry, Listener
 from fla.ops.backends.signature import Signature, location
 from fla.ops.backends.toggles import Toggles

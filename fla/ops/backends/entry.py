@@ -27,7 +27,8 @@ import torch.autograd.profiler
 
 from fla.ops.backends import logs, tensors
 from fla.ops.backends.backend import BaseBackend, format_reason
-from fla.ops.backends.codegen import Call, source_of
+from fla.ops.backends.codegen import source_of
+from fla.ops.backends.codegen_call import Call
 from fla.ops.backends.dispatcher import Dispatcher
 from fla.ops.backends.dynamo import never_a_frame, trace_anew, while_tracing
 from fla.ops.backends.errors import BackendBugError, DispatchError, NoBackendError
@@ -35,7 +36,8 @@ from fla.ops.backends.locking import lock
 from fla.ops.backends.members import collect, serve
 from fla.ops.backends.notes import Notes
 from fla.ops.backends.plan import Facts, Member, Plan, build
-from fla.ops.backends.policy import Effective, Layer, Policy, State, effective, overruled
+from fla.ops.backends.policy import Policy
+from fla.ops.backends.precedence import Effective, Layer, State, effective, overruled
 from fla.ops.backends.signature import Signature, location
 from fla.utils.env import LIVE
 

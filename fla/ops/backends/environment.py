@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 
 from fla.ops.backends import logs
 from fla.ops.backends.failure import ON_ERROR
-from fla.ops.backends.policy import Layer, Policy, normalise
+from fla.ops.backends.policy import Policy, normalise
+from fla.ops.backends.precedence import Layer
 from fla.ops.backends.toggles import read_boolean, warn_retired
 from fla.utils.env import LIVE, live_key, nearest, split_list, text_of
 

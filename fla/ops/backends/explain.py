@@ -20,11 +20,13 @@ from fla.ops.backends import tensors
 from fla.ops.backends.availability import capability_verdict
 from fla.ops.backends.backend import BaseBackend, Reason, Verdict, format_reason
 from fla.ops.backends.breaker import Breakers
-from fla.ops.backends.codegen import Explain, source_of
+from fla.ops.backends.codegen import source_of
+from fla.ops.backends.codegen_explain import Explain
 from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import unknown_name
 from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Case, Facts, Member, build, unfit
-from fla.ops.backends.policy import Conditional, Effective, State, normalise
+from fla.ops.backends.policy import normalise
+from fla.ops.backends.precedence import Conditional, Effective, State
 from fla.utils.devices import KNOWN_DEVICES, PLATFORMS, Device
 from fla.utils.owners import with_conflict
 

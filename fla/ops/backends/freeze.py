@@ -23,7 +23,7 @@ from fla.ops.backends.dispatcher import Dispatcher, Frozen, owner_of
 from fla.ops.backends.errors import ManifestMismatchError
 from fla.ops.backends.locking import lock
 from fla.ops.backends.plan import ANY, build
-from fla.ops.backends.policy import Layer
+from fla.ops.backends.precedence import Layer
 
 
 class Manifest(dict[str, Any]):

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fla.ops.backends import logs
 from fla.ops.backends.backend import format_reason
 from fla.ops.backends.breaker import Breaker
-from fla.ops.backends.codegen import Actions, unanswerable_text
+from fla.ops.backends.codegen import unanswerable_text
+from fla.ops.backends.codegen_call import Actions
 from fla.ops.backends.dynamo import while_tracing
 from fla.ops.backends.failure import exhausted, handler
 from fla.ops.backends.plan import Candidate
-from fla.ops.backends.policy import Conditional, Effective
+from fla.ops.backends.precedence import Conditional, Effective
 from fla.ops.backends.signature import location
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from fla.ops.backends.backend import DEFAULT_PRIORITY, REFERENCE_PRIORITY, BaseBackend, Reason, Verdict
-from fla.ops.backends.policy import Boost, Conditional, Effective, Verb, arrange, matches
+from fla.ops.backends.policy import arrange, matches
+from fla.ops.backends.precedence import Boost, Conditional, Effective, Verb
 from fla.ops.backends.signature import EMPTY, Callee, Signature
 from fla.utils.devices import Device
 

@@ -27,7 +27,8 @@ from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import DispatchError
 from fla.ops.backends.failure import ON_ERROR
-from fla.ops.backends.policy import Layer, Policy
+from fla.ops.backends.policy import Policy
+from fla.ops.backends.precedence import Layer
 
 _tokens = itertools.count()
 

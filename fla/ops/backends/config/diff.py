@@ -13,7 +13,8 @@ import torch
 
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.explain import explain_entry
-from fla.ops.backends.policy import Policy, State
+from fla.ops.backends.policy import Policy
+from fla.ops.backends.precedence import State
 from fla.ops.backends.trace import Record, Trace
 from fla.utils.devices import platform_of_type
 

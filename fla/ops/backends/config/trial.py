@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fla.ops.backends.backend import format_reason
 from fla.ops.backends.errors import DispatchError
-from fla.ops.backends.policy import State
+from fla.ops.backends.precedence import State
 
 if TYPE_CHECKING:
     from fla.ops.backends.dispatcher import Dispatcher
