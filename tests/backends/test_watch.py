@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fla.ops.backends import watch
+from fla.ops.backends import file_changes, watch
 from fla.ops.backends.errors import FrozenError
 from fla.ops.backends.policy import Policy
 from fla.ops.backends.versions import PolicyVersion
@@ -160,7 +160,7 @@ def test_of_several_writes_the_last_one_counts(layer, file, start):
 
 
 def test_a_file_that_never_rests_is_read_all_the_same(layer, file, start, monkeypatch):
-    monkeypatch.setattr(watch, '_MOST_DEBOUNCES', 3)
+    monkeypatch.setattr(file_changes, '_MOST_DEBOUNCES', 3)
     reloads = Events()
     start(on_reload=reloads, debounce=0.2)
     end = time.monotonic() + WAIT
@@ -193,7 +193,7 @@ def test_a_mounted_config_map_is_seen(layer, tmp_path, start):
 
 
 def test_a_directory_that_goes_and_comes_is_watched_again(layer, tmp_path, start, monkeypatch):
-    monkeypatch.setattr(watch, '_LOOK_AGAIN_SECONDS', 0.1)
+    monkeypatch.setattr(file_changes, 'LOOK_AGAIN_SECONDS', 0.1)
     folder = tmp_path / 'folder'
     folder.mkdir()
     (folder / 'p.yaml').write_text('one')
@@ -436,7 +436,7 @@ def test_rollback_takes_back_a_load_by_somebody_else(layer, file, start):
 
 
 def test_frozen(layer, file, start, monkeypatch):
-    monkeypatch.setattr(watch, '_LOOK_AGAIN_SECONDS', 0.05)
+    monkeypatch.setattr(file_changes, 'LOOK_AGAIN_SECONDS', 0.05)
     reloads, errors = Events(), Events()
     watcher = start(on_reload=reloads, on_error=errors)
     layer.frozen = object()

@@ -13,15 +13,12 @@ Whatever goes wrong before 4 leaves the policy as it was.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +26,15 @@ from fla.ops.backends import logs
 from fla.ops.backends.discovery import in_forked_children
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.errors import DispatchError, FrozenError, error_text
+from fla.ops.backends.file_changes import (
+    STEP_MILLISECONDS,
+    Watched,
+    import_watchfiles,
+    is_content,
+    polled,
+    reported,
+    state_of,
+)
 from fla.ops.backends.locking import lock
 from fla.ops.backends.policy import Policy
 from fla.ops.backends.versions import checked_path
@@ -36,13 +42,7 @@ from fla.ops.backends.versions import checked_path
 if TYPE_CHECKING:
     from fla.ops.backends.versions import PolicyVersion
 
-# How often the directories themselves are looked at: a removed and remade one has to be watched anew.
-_LOOK_AGAIN_SECONDS = 1.0
 _POLL_SECONDS = 1.0
-# A file that never rests is read all the same after this many debounces.
-_MOST_DEBOUNCES = 20
-_STEP_MILLISECONDS = 25
-_NEVER = float('inf')
 
 Validator = Callable[['Policy'], object]
 Callback = Callable[['PolicyEvent'], object]
@@ -165,7 +165,7 @@ class PolicyWatcher:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=f'fla policy watcher {self.path}', daemon=True)
         if self._poll is None:
-            _import_watchfiles()
+            import_watchfiles()
         with lock:
             known = _watchers.get(dispatcher)
             if known is not None and known.running:
@@ -233,7 +233,7 @@ class PolicyWatcher:
         """
         self._check_running('reload')
         previous = self.current_version()
-        state = _state_of(self.path)
+        state = state_of(self.path)
         try:
             made = self._take()
         except Exception as error:
@@ -336,13 +336,13 @@ class PolicyWatcher:
 
     def _look(self) -> None:
         """Take what the file holds, if that is not what it held before."""
-        state = _state_of(self.path)
+        state = state_of(self.path)
         if state == self._seen and not (self._waits_for_thaw and self._dispatcher.frozen is None):
             return
         previous = self.current_version()
         was_bad = self._in_error is not None
         in_force = self._history[-1].sha256 if self._history and previous == self._history[-1] else ''
-        if _is_content(state):
+        if is_content(state):
             if state != self._content:
                 self._taken_back = ''
             self._content = state
@@ -385,10 +385,10 @@ class PolicyWatcher:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                for _ in self._reported() if self._poll is None else self._polled(self._poll):
+                for _ in reported(self._watched()) if self._poll is None else polled(self._watched(), self._poll):
                     self._look_and_live()
             except FileNotFoundError:
-                self._stopping.wait(_STEP_MILLISECONDS / 1000)  # a directory has just gone
+                self._stopping.wait(STEP_MILLISECONDS / 1000)  # a directory has just gone
             except Exception as error:
                 # no inotify instances left, say
                 logs.logger.warning(
@@ -399,76 +399,24 @@ class PolicyWatcher:
                 )
                 self._poll = _POLL_SECONDS
 
+    def _watched(self) -> Watched:
+        return Watched(
+            self.path,
+            self._debounce,
+            self._stopping,
+            seen=lambda: self._seen,
+            look_again=lambda: self._in_error or self._waits_for_thaw,
+        )
+
     def _look_and_live(self) -> None:
         try:
             self._look()
         except BaseException:  # nobody else hears of it, and the next change is to be seen
             logs.logger.exception('policy %s: the watcher goes on after an error of its own', self.path)
 
-    def _polled(self, seconds: float) -> Iterator[None]:
-        """Yields every so many seconds, later while the file changes. The content is compared: times of files may be too
-        coarse (watchfiles' own polling sees one write a second), or come from another host's clock."""
-        while not self._stopping.wait(seconds):
-            state = _state_of(self.path)
-            if state != self._seen:
-                for _ in range(_MOST_DEBOUNCES):
-                    if self._stopping.wait(self._debounce):
-                        return
-                    before, state = state, _state_of(self.path)
-                    if before == state:
-                        break
-            yield
-
-    def _reported(self) -> Iterator[None]:
-        """Yields when the file may have changed and is quiet since. Ends when other directories have to be watched."""
-        names = _names_on_the_way(self.path)
-        directories = _directories_of(names, self.path)
-        if not directories:
-            self._stopping.wait(_LOOK_AGAIN_SECONDS)
-            yield
-            return
-        now = time.monotonic()
-        # it may have been written before its directories were watched
-        due, latest, look_again = now + self._debounce, _NEVER, now + _LOOK_AGAIN_SECONDS
-        for changes in _import_watchfiles().watch(
-            *directories,
-            watch_filter=None,
-            debounce=2 * _STEP_MILLISECONDS,
-            step=_STEP_MILLISECONDS,
-            rust_timeout=max(_STEP_MILLISECONDS, int(self._debounce * 500)),
-            yield_on_timeout=True,
-            stop_event=self._stopping,
-            raise_interrupt=False,
-            force_polling=False,
-            recursive=False,
-        ):
-            now = time.monotonic()
-            ours = any(name in names for _, name in changes)
-            if ours:
-                latest = now + _MOST_DEBOUNCES * self._debounce if latest == _NEVER else latest
-                due = min(now + self._debounce, latest)
-            if now >= due:
-                due = latest = _NEVER
-                yield
-            if ours or now >= look_again:
-                look_again = now + _LOOK_AGAIN_SECONDS
-                if due == _NEVER and (self._in_error or self._waits_for_thaw):
-                    due = now + self._debounce  # readable again, or thawed: nothing reports that
-                found = _names_on_the_way(self.path)
-                if found != names or _directories_of(found, self.path) != directories:
-                    return
-
     def _after_fork_in_child(self) -> None:
         self._turn = threading.RLock()
         self._stopping = threading.Event()
-
-
-def _import_watchfiles() -> Any:
-    try:
-        import watchfiles
-    except ImportError as error:
-        raise ImportError("watch_policy() needs watchfiles: pip install 'fla-dispatch[policy]', or poll=True") from error
-    return watchfiles
 
 
 def _seconds(name: str, value: float, least: float = 0.0) -> float:
@@ -487,58 +435,6 @@ def _callables(name: str, value: Iterable[Any] | Callable[..., Any]) -> tuple[An
 
 def _name_of(function: object) -> str:
     return str(getattr(function, '__qualname__', None) or repr(function))
-
-
-def _state_of(path: str) -> str:
-    """The content's hash, or why it cannot be read."""
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:
-        return f'{type(error).__name__} {error.errno}'
-
-
-def _is_content(state: str) -> bool:
-    return ' ' not in state
-
-
-def _names_on_the_way(path: str) -> frozenset[str]:
-    """The file and every symbolic link that leads to it, in the middle of the path, too: where one of these names changes,
-    `path` may read something else. A mounted ConfigMap's `policy.yaml` leads over `..data`, which is what is swapped."""
-    names: set[str] = set()
-    rest = list(reversed(Path(path).parts))
-    at, links = rest.pop(), 0
-    while rest and links < 40:  # as many as Linux follows: they may lead in a circle
-        part = rest.pop()
-        if part == os.pardir:
-            at = os.path.dirname(at)
-            continue
-        here = os.path.join(at, part)
-        try:
-            target = Path(os.readlink(here))
-        except OSError:
-            at = here
-            continue
-        links += 1
-        names.add(here)
-        if target.is_absolute():
-            at = target.anchor
-        rest.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
-    return frozenset({*names, at})
-
-
-def _directories_of(names: Iterable[str], path: str) -> dict[str, tuple[int, int]]:
-    """The directories that hold these names, with what tells a directory from one of the same name made later. Links in the
-    root directory are the system's."""
-    found = {}
-    for directory in sorted({os.path.dirname(name) for name in names}):
-        if directory == os.path.dirname(directory) != os.path.dirname(path):
-            continue
-        try:
-            status = os.stat(directory)
-        except OSError:
-            continue
-        found[directory] = status.st_dev, status.st_ino
-    return found
 
 
 _watchers: weakref.WeakKeyDictionary[Any, PolicyWatcher] = weakref.WeakKeyDictionary()
