@@ -16,7 +16,15 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     'liger_kernel.ops.layer_norm.layer_norm_forward': ('X', 'W', 'B', 'eps'),
     'liger_kernel.ops.layer_norm.layer_norm_backward': ('dY', 'X', 'W', 'B', 'Mean', 'RSTD'),
     'liger_kernel.ops.utils.calculate_settings': ('n',),
+    'liger_kernel.ops.swiglu.swiglu_forward': ('a', 'b'),
+    'liger_kernel.ops.swiglu.swiglu_backward': ('a', 'b', 'dc'),
+    'liger_kernel.ops.rope.rope_forward': ('q', 'k', 'cos', 'sin'),
+    'liger_kernel.ops.rope.rope_backward': ('dq', 'dk', 'cos', 'sin'),
     # FlashInfer, 0.7.4
+    'flashinfer.activation.silu_and_mul': ('input',),
+    'flashinfer.rope.apply_rope_with_cos_sin_cache_inplace': (
+        *('positions', 'query', 'key', 'head_size', 'cos_sin_cache', 'is_neox'),
+    ),
     'flashinfer.norm.rmsnorm': ('input', 'weight', 'eps'),
     'flashinfer.norm.layernorm': ('input', 'gemma', 'beta', 'eps'),
     'flashinfer.single_prefill_with_kv_cache': (

@@ -2,6 +2,41 @@
 
 from __future__ import annotations
 
+import torch
+
+from fla.ops.backends.backend import Verdict
+from fla.ops.backends.opaque import opaque
+from fla.ops.common.triton_call import on_device_of
+
+
+def _forward(x: torch.Tensor) -> torch.Tensor:
+    with on_device_of(x):
+        import flashinfer.activation
+
+        z: torch.Tensor = flashinfer.activation.silu_and_mul(x.contiguous().view(-1, x.shape[-1]))
+        return z.view(*x.shape[:-1], x.shape[-1] // 2)
+
+
+_silu_and_mul = opaque(
+    'fla::flashinfer_silu_and_mul',
+    schema='(Tensor x) -> (Tensor z)',
+    forward=_forward,
+    fake=lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
+)
+
 
 class FlashInferActivations:
     """Methods of `FlashInferBackend` for activations."""
+
+    def silu_and_mul_verifier(self, x: torch.Tensor) -> Verdict:
+        if x.shape[-1] % 16:
+            return False, ('halves are read 16 bytes at a time: 2D must be a multiple of 16, got %s', x.shape[-1])
+        if x.numel() == 0:
+            return False, 'there are no rows, and the kernel cannot be launched on nothing'
+        if x.numel() >= 2**31:
+            return False, ('not known to count in 64 bits: x must have fewer than 2^31 elements, got %s', x.numel())
+        return True, None
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        z: torch.Tensor = _silu_and_mul(x)
+        return z

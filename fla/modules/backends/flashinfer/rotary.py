@@ -1,7 +1,122 @@
-"""FlashInfer: the rotary embedding."""
+"""FlashInfer: the rotary embedding, in its form with tables of cosines and sines.
+
+It rotates queries `[steps, H D]` and keys in place. It gets a copy of x as queries, or x itself for `inplace`, and one head
+of zeros as keys.
+"""
 
 from __future__ import annotations
+
+import torch
+
+from fla.ops.backends.backend import Verdict
+from fla.ops.backends.opaque import opaque
+from fla.ops.common.triton_call import on_device_of
+
+# head dims that its kernels are instantiated for
+DIMS = (64, 128, 256, 512)
+
+
+def _rotate(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    offsets: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    offset: int,
+    interleaved: bool,
+) -> torch.Tensor:
+    """A contiguous x, in place."""
+    from fla.modules.rotary import positions
+
+    with on_device_of(x):
+        import flashinfer.rope
+
+        batch, length, _, dim = x.shape
+        place = positions(x, offset if offsets is None else offsets, cu_seqlens).expand(batch, length).reshape(-1)
+        queries = x.view(batch * length, -1)
+        flashinfer.rope.apply_rope_with_cos_sin_cache_inplace(
+            place.clamp(0, cos.shape[0] - 1),
+            queries,
+            queries.new_zeros(batch * length, dim),
+            dim,
+            torch.cat([cos, sin], -1),
+            not interleaved,
+        )
+    return x
+
+
+def _forward(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    offsets: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    offset: int,
+    interleaved: bool,
+) -> torch.Tensor:
+    return _rotate(x.clone(memory_format=torch.contiguous_format), cos, sin, offsets, cu_seqlens, offset, interleaved)
+
+
+def _in_place(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    offsets: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    offset: int,
+    interleaved: bool,
+) -> None:
+    _rotate(x, cos, sin, offsets, cu_seqlens, offset, interleaved)
+
+
+_REST = 'Tensor cos, Tensor sin, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, bool interleaved'
+
+_rotary = opaque(
+    'fla::flashinfer_rotary_embedding',
+    schema=f'(Tensor x, {_REST}) -> (Tensor y)',
+    forward=_forward,
+    fake=lambda x, cos, sin, offsets, cu_seqlens, offset, interleaved: x.new_empty(x.shape),
+)
+
+_rotary_in_place = opaque(
+    'fla::flashinfer_rotary_embedding_in_place',
+    schema=f'(Tensor(a!) x, {_REST}) -> ()',
+    forward=_in_place,
+    fake=lambda x, cos, sin, offsets, cu_seqlens, offset, interleaved: None,
+)
 
 
 class FlashInferRotary:
     """Methods of `FlashInferBackend` for the rotary embedding."""
+
+    def rotary_embedding_verifier(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inplace: bool) -> Verdict:
+        if x.shape[3] not in DIMS:
+            return False, ('the head dim must be 64, 128, 256 or 512, got %s', x.shape[3])
+        if cos.dtype != torch.float32 or sin.dtype != torch.float32:
+            return False, 'FlashInfer has tables in float32: cos and sin must be float32'
+        if cos.shape[1] == 0 or cos.shape[1] % 8:
+            return False, ('channels are read 16 bytes at a time: R / 2 must be a multiple of 8, got %s', cos.shape[1])
+        if x.numel() == 0:
+            return False, 'there are no steps, and the kernel cannot be launched on nothing'
+        if x.numel() >= 2**31:
+            return False, ('not known to count in 64 bits: x must have fewer than 2^31 elements, got %s', x.numel())
+        if inplace and not x.is_contiguous():
+            return False, 'FlashInfer takes contiguous queries: x must be contiguous with inplace=True'
+        return True, None
+
+    def rotary_embedding(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        interleaved: bool = False,
+        inplace: bool = False,
+        seqlen_offsets: int | torch.Tensor = 0,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        offsets, offset = (seqlen_offsets, 0) if isinstance(seqlen_offsets, torch.Tensor) else (None, seqlen_offsets)
+        if inplace:
+            _rotary_in_place(x, cos, sin, offsets, cu_seqlens, offset, interleaved)
+            return x
+        y: torch.Tensor = _rotary(x, cos, sin, offsets, cu_seqlens, offset, interleaved)
+        return y
