@@ -1,5 +1,5 @@
-"""Activations and the rotary embedding of Liger-Kernel and FlashInfer with stand-ins for the packages: what is accepted, what
-a package gets, and what comes back. On a GPU the packages themselves, where they are installed."""
+"""Activations and the rotary embedding of Liger-Kernel and FlashInfer with stand-ins for the packages: what is accepted,
+what a package gets, and what comes back. On a GPU the packages themselves, where they are installed."""
 
 import inspect
 import sys
