@@ -83,6 +83,7 @@ _HALF = {
 _CANCELLED = 1.3e-5
 
 GATE_FLOOR, GATE_ROW_FLOOR = 1e-3, 1e-2
+ATTENTION_FLOOR = 0.25
 
 # seeds of the gradients that a case off the grid is emulated with
 DRAWS = (5, 6, 7)
@@ -112,6 +113,21 @@ def off_grid(name: str, operands: torch.dtype, emulated: tuple[float, float]) ->
     return (rms, row) if operands in EXACT else (max(rms, 1.5 * emulated[0]), max(row, 1.5 * emulated[1]))
 
 
+def of_attention(name: str, operands: torch.dtype) -> tuple[float, float]:
+    """Bounds of the relative RMS and of the worst row of 'o' or 'd' + a parameter of attention.
+
+    In half precision each rounding is off by at most 2^-p of a number. On the way to o and dv there are two, of the weights
+    and of the result; to the others up to four: of o, of the scores' gradients, of the result and, for g and sinks, of those
+    that they sum. A row is the sum of terms that cancel by chance: its norm may be an eighth of what theirs add up to. Rows
+    of dq and dk are differences as well, which vanish where a query sees little but one key: their error is divided by at
+    least `ATTENTION_FLOOR` of the RMS.
+    """
+    if operands in EXACT:
+        return EXACT[operands], 8 * EXACT[operands]
+    rms = (2 if name in ('o', 'dv') else 4) * ROUNDING[operands]
+    return rms, 8 * rms
+
+
 def of_norm(dtype: torch.dtype) -> float:
     """Bound of the relative RMS of a kernel that divides rows by their norms: one sum in float32, rounded once."""
     return 1e-6 if dtype == torch.float32 else of_reference(dtype)[0]
@@ -129,6 +145,12 @@ def elementwise(dtype: torch.dtype) -> float:
     """Bound of the relative RMS of a kernel that computes each number from a few others: a handful of float32 roundings of
     2^-24 each, and exponentials that GPUs approximate to two units in the last place, then rounded once."""
     return 1e-6 if dtype == torch.float32 else of_reference(dtype)[0]
+
+
+def of_convolution(dtype: torch.dtype) -> float:
+    """Bound of the relative RMS of a short convolution's results and gradients: sums of a few products in float32, over time
+    for the weight's, rounded once. Gradients start from one of the output that is exact."""
+    return EXACT[dtype] if dtype in EXACT else of_reference(dtype)[0]
 
 
 def _rms(x: torch.Tensor) -> float:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from fla.ops.attn.checks import check_parallel
-from fla.ops.attn.naive import naive_parallel_attn
+from fla.ops.attn.on_triton import AttentionOnTriton
 from fla.ops.backends import dispatch
 
 
-@dispatch('attn', check=check_parallel)
+@dispatch('attn', check=check_parallel, default_verifier=AttentionOnTriton)
 def parallel_attn(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,5 +44,7 @@ def parallel_attn(
     Source: Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762; g: Lin et al. 2025, "Forgetting Transformer",
     arXiv 2503.02130; sinks: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453.
     """
+    from fla.ops.attn.autograd import attention
+
     # chunk_indices says nothing that cu_seqlens does not
-    return naive_parallel_attn(q, k, v, g, scale, window_size, cu_seqlens, sink_bias=sink_bias)
+    return attention(q, k, v, g, scale, window_size, cu_seqlens, sink_bias)

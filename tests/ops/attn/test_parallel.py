@@ -1,4 +1,4 @@
-"""parallel_attn: the default and `sdpa`, against the formula in float64."""
+"""parallel_attn on a CPU: `reference` and `sdpa`, against the formula one query at a time in float64."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ import torch
 from fla.ops.attn import parallel_attn
 from fla.ops.attn.naive import naive_parallel_attn
 from fla.ops.attn.parallel import parallel_attn as same
-from fla.ops.backends import explain, trace, use_backend
+from fla.ops.backends import NoBackendError, explain, trace, use_backend
+from tests import bounds
+from tests.ops.attn.attention import BF16, FP16, FP32, FP64, inputs
 
-# Of one rounded result; float32 also sums up to 24 terms, and sdpa rounds the softmax's weights to bf16 or fp16.
-BOUND = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6, torch.float64: 1e-13}
 CU = torch.tensor([0, 0, 1, 9, 24])
 
 
@@ -39,19 +39,8 @@ def error(expected, got):
     return float((expected - got).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
-def inputs(*names, dtype=torch.float64, batch=2, length=24, queries=None, heads=4, kv_heads=2, dim=8, value_dim=6):
-    generator = torch.Generator().manual_seed(3)
-    shapes = {
-        'q': (batch, queries or length, heads, dim),
-        'k': (batch, length, kv_heads, dim),
-        'v': (batch, length, kv_heads, value_dim),
-        'g': (batch, length, heads),
-        'sink_bias': (heads,),
-    }
-    made = {n: torch.randn(shapes[n], generator=generator).bfloat16().to(dtype) for n in ('q', 'k', 'v', *names)}
-    if 'g' in made:
-        made['g'] = -made['g'].abs()
-    return made
+def bound_of(name, backend, dtype):
+    return bounds.of_reference(dtype)[0] if backend == 'reference' else bounds.of_attention(name, dtype)[0]
 
 
 CASES = {
@@ -71,13 +60,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize('dtype', list(BOUND), ids=str)
+@pytest.mark.parametrize('dtype', [FP64, FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize(
     ('case', 'backend'),
     [
         (case, backend)
         for case, (names, _, _) in CASES.items()
-        for backend in ('default', 'sdpa')
+        for backend in ('reference', 'sdpa')
         if backend != 'sdpa' or not names
     ],
 )
@@ -91,7 +80,7 @@ def test_against_the_formula(case, backend, dtype):
     expected = oracle(**exact, **options)
     assert o.dtype == dtype
     assert o.is_contiguous()
-    assert error(expected, o) <= BOUND[dtype]
+    assert error(expected, o) <= bound_of('o', backend, dtype)
     weights = torch.randn(o.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
     got = torch.autograd.grad((o.double() * weights).sum(), list(given.values()))
     wanted = torch.autograd.grad((expected * weights).sum(), list(exact.values()))
@@ -99,24 +88,56 @@ def test_against_the_formula(case, backend, dtype):
         if a.abs().max() < 1e-12:  # a window of one: the weight is 1 whatever q and k are
             assert b.abs().max() < 1e-2
         else:
-            assert error(a, b) <= 3 * BOUND[dtype], f'gradient of {name}'
+            assert error(a, b) <= bound_of(f'd{name}', backend, dtype), f'gradient of {name}'
 
 
 def test_which_backend_runs_and_why():
     plain = inputs()
     assert explain(parallel_attn, **plain).winner == 'sdpa'
-    decision = explain(parallel_attn, **inputs('sink_bias'))
-    assert decision.winner == 'default'
+    decision = explain(parallel_attn, **inputs('sink_bias', dtype=FP32))
+    assert decision.winner == 'reference'
     assert 'sink_bias' in decision['sdpa'].reason
+    assert 'cpu' in decision['default'].reason
     assert same is parallel_attn
+
+
+@pytest.mark.parametrize(
+    ('names', 'shapes', 'options', 'winner', 'why'),
+    [
+        ((), {}, {}, 'sdpa', None),
+        ((), {'queries': 1}, {'window_size': 4}, 'sdpa', None),
+        ((), {'kv_heads': 4, 'value_dim': 16}, {}, 'sdpa', None),
+        ((), {'value_dim': 16}, {}, 'default', 'no fused kernel'),
+        ((), {'kv_heads': 4, 'value_dim': 6}, {}, 'default', 'no fused kernel'),
+        ((), {'dtype': FP32}, {}, 'default', 'no fused kernel'),
+        ((), {'dtype': FP32, 'kv_heads': 4}, {}, 'sdpa', None),
+        ((), {'dtype': FP64}, {}, 'sdpa', None),
+        ((), {}, {'window_size': 5}, 'default', 'a window is a mask'),
+        ((), {'queries': 5}, {}, 'default', 'queries after cached ones'),
+        ((), {'batch': 1}, {'cu_seqlens': CU}, 'default', 'packed sequences'),
+        (('g',), {}, {}, 'default', 'argument g is not supported'),
+        (('sink_bias',), {}, {}, 'default', 'argument sink_bias is not supported'),
+        (('g',), {'dtype': FP64}, {}, 'reference', 'argument g is not supported'),
+    ],
+)
+def test_preference_on_a_gpu(names, shapes, options, winner, why):
+    given = inputs(*names, **{'dtype': BF16, 'value_dim': 8, **shapes})
+    decision = explain(parallel_attn, **given, **options, platform='h100')
+    assert decision.winner == winner
+    assert decision['sdpa'].reason is None if why is None else why in decision['sdpa'].reason
+
+
+def test_the_default_says_what_it_needs():
+    with use_backend('default', op='attn'), pytest.raises(NoBackendError, match='cpu'):
+        parallel_attn(**inputs(dtype=FP32))
 
 
 def test_toggle(monkeypatch):
     monkeypatch.setenv('FLA_SDPA', '0')
-    assert explain(parallel_attn, **inputs()).winner == 'default'
+    assert explain(parallel_attn, **inputs()).winner == 'reference'
 
 
-@pytest.mark.parametrize('backend', ['default', 'sdpa'])
+@pytest.mark.parametrize('backend', ['reference', 'sdpa'])
 def test_empty(backend):
     with use_backend(backend, op='attn'):
         for shape in ((0, 4), (2, 0)):
@@ -129,25 +150,25 @@ def test_empty(backend):
 
 def test_shapes_on_meta_tensors():
     for names in ((), ('g', 'sink_bias')):
-        given = inputs(*names, dtype=torch.bfloat16)
+        given = inputs(*names, dtype=BF16)
         o = parallel_attn(**{n: x.to('meta') for n, x in given.items()})
-        assert (o.shape, o.dtype) == ((2, 24, 4, 6), torch.bfloat16)
+        assert (o.shape, o.dtype) == ((2, 24, 4, 6), BF16)
 
 
 def test_strong_gates_do_not_overflow():
-    given = inputs('g', dtype=torch.float32)
+    given = inputs('g', dtype=FP32)
     given['g'] = given['g'] * 100
     assert error(oracle(**{n: x.double() for n, x in given.items()}), parallel_attn(**given)) < 1e-5
 
 
 def test_strides_autocast_compile_and_second_derivatives():
-    given = inputs(dtype=torch.float32)
+    given = inputs(dtype=FP32)
     strided = {n: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for n, x in given.items()}
     expected = oracle(**{n: x.double() for n, x in given.items()})
-    for backend in ('default', 'sdpa'):
+    for backend in ('reference', 'sdpa'):
         bound = parallel_attn.bind(backend=backend)
         assert error(expected, bound(**strided)) < 2e-6
-        with torch.autocast('cpu', torch.bfloat16):
+        with torch.autocast('cpu', BF16):
             assert error(expected, bound(**given)) < 2e-6
         compiled = torch.compile(lambda q, k, v, call=bound: call(q, k, v), fullgraph=True, backend='aot_eager')
         assert error(expected, compiled(**given)) < 2e-6
@@ -179,6 +200,6 @@ def test_strides_autocast_compile_and_second_derivatives():
     ],
 )
 def test_bad_calls(change, kind, message):
-    for backend in ('default', 'sdpa'):
+    for backend in ('reference', 'sdpa'):
         with use_backend(backend, op='attn'), pytest.raises(kind, match=message):
             parallel_attn(**{**inputs(), **change})

@@ -1,21 +1,54 @@
-"""`torch.nn.functional.scaled_dot_product_attention`, which chooses among PyTorch's own fused kernels."""
+"""`torch.nn.functional.scaled_dot_product_attention`, which chooses among PyTorch's own kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch.backends import cuda
 
 from fla.ops.attn.naive import visible
-from fla.ops.backends import BaseBackend
+from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.reference import without_autocast
 
 
 class SDPABackend(BaseBackend):
-    """No gates and no sinks: as an additive mask they would put all scores into memory, as the default does."""
+    """No gates and no sinks: as an additive mask they would put all scores into memory.
+
+    A window, packed sequences and several queries after cached ones are a mask of True and False, with which PyTorch's
+    kernels look at every key: on a GPU the Triton default, which skips what nobody sees, is preferred there, and where none
+    but PyTorch's `math` would serve, which keeps all scores. Plain causal attention and decoding are PyTorch's. Which kernel
+    that is, is PyTorch's choice: `explain` notes those that take the call.
+    """
 
     backend_type = 'sdpa'
     kind = 'native'
     env_var = 'FLA_SDPA'
+    priority = 10  # behind the vendors' packages that somebody switched on, before the default
+
+    def parallel_attn_prefers(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window_size: int | None, cu_seqlens: torch.Tensor | None
+    ) -> Verdict:
+        if not q.is_cuda or q.dtype == torch.float64:
+            return True, None
+        if cu_seqlens is not None:
+            return False, 'packed sequences are a mask here, of T by T'
+        if window_size is not None and q.shape[1] != 1:
+            return False, 'a window is a mask here, of T by S'
+        if q.shape[1] != 1 and q.shape[1] != k.shape[1]:
+            return False, 'some queries after cached ones are a mask here, of T by S'
+        if q.dtype != torch.float32 and q.shape[3] == v.shape[3]:
+            return True, None
+        step = 4 if q.dtype == torch.float32 else 8
+        if q.shape[2] != k.shape[2] or q.shape[3] % step or v.shape[3] % step:
+            return False, 'PyTorch has no fused kernel for such heads, and would keep all scores'
+        return True, None
+
+    def explain_notes(self, function: str, arguments: Mapping[str, Any]) -> Sequence[str]:
+        q, k, v = (arguments.get(name) for name in ('q', 'k', 'v'))
+        return notes_of(q, k, v, arguments.get('window_size'), arguments.get('cu_seqlens'))
 
     def parallel_attn(
         self,
@@ -28,6 +61,9 @@ class SDPABackend(BaseBackend):
         # lint: allow ignored-argument because chunk_indices says nothing that cu_seqlens does not
         chunk_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if window_size is not None and q.shape[1] == 1:
+            # the last keys, and all of them
+            k, v, window_size = k[:, -window_size:], v[:, -window_size:], None
         seen, causal = None, q.shape[1] == k.shape[1]
         if window_size is not None or cu_seqlens is not None or not (causal or q.shape[1] == 1):
             seen, causal = visible(q, k, window_size, cu_seqlens), False
@@ -42,3 +78,21 @@ class SDPABackend(BaseBackend):
                 enable_gqa=q.shape[2] != k.shape[2],
             )
         return o.transpose(1, 2).contiguous()
+
+
+def notes_of(q: Any, k: Any, v: Any, window_size: int | None, cu_seqlens: torch.Tensor | None) -> Sequence[str]:
+    """Which of PyTorch's kernels take a call on this GPU, as far as PyTorch says without running it."""
+    if not isinstance(q, torch.Tensor) or type(q) not in (torch.Tensor, torch.nn.Parameter) or not q.is_cuda:
+        return ()
+    masked = cu_seqlens is not None or (q.shape[1] != 1 and (window_size is not None or q.shape[1] != k.shape[1]))
+    mask = visible(q, k, window_size, cu_seqlens) if masked else None
+    queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+    causal = not masked and q.shape[1] == k.shape[1]
+    call = cuda.SDPAParams(queries, keys, values, mask, 0.0, causal, q.shape[2] != k.shape[2])
+    asked = {
+        'cudnn': getattr(cuda, 'can_use_cudnn_attention', None),
+        'flash': cuda.can_use_flash_attention,
+        'efficient': cuda.can_use_efficient_attention,
+    }
+    able = [name for name, question in asked.items() if question is not None and question(call, False)]
+    return (f'PyTorch takes one of its kernels {", ".join(able)}' if able else "PyTorch takes its kernel 'math'",)

@@ -1,0 +1,89 @@
+"""The Triton default of attention: its kernels as a differentiable function that compiled code can call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fla.ops.attn.kernels.launch import attention_backward, attention_forward
+from fla.ops.backends.opaque import opaque
+from fla.ops.common.assembler import sound_products
+from fla.ops.common.triton_call import DEVICES, flat, on_device_of, require_triton
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    sink_bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    scale: float,
+    window: int,
+) -> Any:
+    with on_device_of(q), sound_products(k, v, cu_seqlens is not None):
+        return attention_forward(q, k, v, g, flat(sink_bias), flat(cu_seqlens), scale, window)
+
+
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    sink_bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    scale: float,
+    window: int,
+) -> Any:
+    batch, length, heads = q.shape[:3]
+    return v.new_empty((batch, length, heads, v.shape[3])), q.new_empty((batch, heads, length), dtype=torch.float32)
+
+
+def _backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    sink_bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    scale: float,
+    window: int,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+) -> Any:
+    with on_device_of(q), sound_products(k, v, cu_seqlens is not None):
+        return attention_backward(q, k, v, g, flat(sink_bias), flat(cu_seqlens), scale, window, o, lse, do)
+
+
+_attention = opaque(
+    'fla::parallel_attn',
+    schema=(
+        '(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? sink_bias, Tensor? cu_seqlens, float scale, SymInt window) '
+        '-> (Tensor o, Tensor lse)'
+    ),
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    grads=('q', 'k', 'v', 'g', 'sink_bias'),
+    intermediates=('lse',),
+    devices=DEVICES,
+)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    scale: float | None,
+    window_size: int | None,
+    cu_seqlens: torch.Tensor | None,
+    sink_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """`parallel_attn` on Triton."""
+    require_triton('parallel_attn', q)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    o: torch.Tensor = _attention(q, k, v, g, sink_bias, cu_seqlens, scale, 0 if window_size is None else window_size)
+    return o

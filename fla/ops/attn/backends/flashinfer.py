@@ -1,0 +1,57 @@
+"""FlashInfer: attention for inference."""
+
+from __future__ import annotations
+
+import torch
+
+from fla.ops.backends import BaseBackend, Verdict
+from fla.ops.common.triton_call import on_device_of
+
+
+class FlashInferBackend(BaseBackend):
+    """One sequence, forward only, K = V = 64, 128 or 256. Packed sequences need a plan made on the host, which would
+    synchronise on each call; a batch would be a launch for each row. Compiled for each kind of call with nvcc, if its
+    distribution brings no compiled kernels."""
+
+    backend_type = 'flashinfer'
+    package_name = 'flashinfer'
+    package_version = 'flashinfer-python>=0.2'
+    env_var = 'FLA_FLASHINFER_ATTN'
+    vendor = 'flashinfer'
+    devices = ('cuda',)
+    dtypes = (torch.float16, torch.bfloat16)
+    min_capability = (8, 0)
+    grad = 'none'
+    traceable = False
+    priority = 5
+    default_enable = False
+    verified = False
+
+    def parallel_attn_verifier(self, q: torch.Tensor, v: torch.Tensor) -> Verdict:
+        if q.shape[0] != 1:
+            return False, ('takes one sequence, got B = %s', q.shape[0])
+        if q.shape[3] != v.shape[3] or q.shape[3] not in (64, 128, 256):
+            return False, ('K = V must be 64, 128 or 256, got %s and %s', q.shape[3], v.shape[3])
+        if q.numel() == 0:
+            return False, 'there are no steps, and the kernels cannot be launched on nothing'
+        return True, None
+
+    def parallel_attn(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None = None,
+        window_size: int | None = None,
+    ) -> torch.Tensor:
+        from flashinfer import single_prefill_with_kv_cache
+
+        with on_device_of(q):
+            o: torch.Tensor = single_prefill_with_kv_cache(
+                *(x[0].contiguous() for x in (q, k, v)),
+                causal=True,
+                kv_layout='NHD',
+                sm_scale=scale,
+                window_left=-1 if window_size is None else window_size - 1,
+            )
+        return o[None].contiguous()

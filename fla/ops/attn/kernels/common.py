@@ -1,0 +1,108 @@
+"""What the kernels of attention share: places, rows, scores, sums of decays."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fla.ops.common.kernels.layout import chunk_of, sequence_span
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def place_of(pid, table, cu_seqlens, T, HEADS: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr):
+    """Head, batch row, sequence (-1: nothing to do), first step of the block within it, start and length of the sequence.
+
+    Blocks of one head are neighbours, so that those that run together read the same keys; later ones, which see more keys,
+    come first.
+    """
+    if PACKED:
+        # rows of the table
+        count = tl.num_programs(0) // HEADS
+        row = count - 1 - pid % count
+        head = pid // count
+    else:
+        count = tl.cdiv(T, SIZE)
+        head = pid // count % HEADS
+        row = pid // (count * HEADS) * count + count - 1 - pid % count
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    return head, batch, n, c * SIZE, start, end - start
+
+
+@triton.jit
+def rows_of(x, first, count, stride, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
+    """`[ROWS, BD]` from row `first` of x on; rows from `count` on, of which WHOLE says that there are none, are zero."""
+    row = tl.arange(0, ROWS)
+    col = tl.arange(0, BD)
+    at = x + first.to(tl.int64) * stride + row[:, None] * stride + col[None, :]
+    if WHOLE:
+        if BD == D:
+            return tl.load(at)
+        return tl.load(at, mask=col[None, :] < D, other=0.0)
+    if BD == D:
+        return tl.load(at, mask=(first + row < count)[:, None], other=0.0)
+    return tl.load(at, mask=(first + row < count)[:, None] & (col < D)[None, :], other=0.0)
+
+
+@triton.jit
+def decays_of(sums, low, first, count, ROWS: tl.constexpr):
+    """Sums of decays of some steps, in two parts: see `decay_sums`."""
+    row = first + tl.arange(0, ROWS)
+    high = tl.load(sums + row, mask=row < count, other=0.0)
+    return high, tl.load(low + row, mask=row < count, other=0.0)
+
+
+@triton.jit
+def keep_seen(s, i, j, window, WINDOW: tl.constexpr):
+    """Scores of places i `[rows, 1]` and j `[1, columns]`, or the other way round; -inf where i does not see j."""
+    seen = j <= i
+    if WINDOW:
+        seen = seen & (j > i - window)
+    return tl.where(seen, s, float('-inf'))
+
+
+@triton.jit(do_not_specialize=['T', 'plane'])
+def decay_sums(g, sums, T, plane, g_b, g_t, g_h, HQ: tl.constexpr, BLOCK: tl.constexpr):
+    """Running sums of g along time, of whole rows of the batch, in base 2, `[2, B, HQ, T]`: what float32 holds of the
+    float64 number, and the rest. The differences of the parts of two steps that are near each other are exact, however large
+    the sums are; what packed sequences before one's own add cancels.
+    """
+    batch = (tl.program_id(0) // HQ).to(tl.int64)
+    head = tl.program_id(0) % HQ
+    g += batch * g_b + head * g_h
+    sums += tl.program_id(0).to(tl.int64) * T
+    total = tl.zeros([], tl.float64)
+    for first in range(0, T, BLOCK):
+        t = first + tl.arange(0, BLOCK)
+        block = tl.load(g + t.to(tl.int64) * g_t, mask=t < T, other=0.0).to(tl.float64) * LOG2_E
+        running = total + tl.cumsum(block, 0)
+        total += tl.sum(block, 0)
+        high = running.to(tl.float32)
+        tl.store(sums + t, high, mask=t < T)
+        tl.store(sums + plane + t, (running - high.to(tl.float64)).to(tl.float32), mask=t < T)
+
+
+@triton.jit(do_not_specialize=['T'])
+def decay_gradient(of_rows, of_columns, dg, cu_seqlens, T, HQ: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """dg `[B, T, HQ]`: sums from a step to the end of its sequence of what its rows `[B, HQ, T]` add and columns take."""
+    n = (tl.program_id(0) // HQ).to(tl.int64)
+    head = tl.program_id(0) % HQ
+    if PACKED:
+        start, end = sequence_span(cu_seqlens, n, T)
+        batch = n * 0
+    else:
+        start, end = 0, T
+        batch = n
+    line = (batch * HQ + head) * T
+    dg += batch * T * HQ + head
+    total = tl.zeros([], tl.float64)
+    for done in range(0, end - start, BLOCK):
+        # from the end on
+        t = end - 1 - done - tl.arange(0, BLOCK)
+        inside = t >= start
+        row = tl.load(of_rows + line + t, mask=inside, other=0.0).to(tl.float64)
+        both = row - tl.load(of_columns + line + t, mask=inside, other=0.0).to(tl.float64)
+        running = total + tl.cumsum(both, 0)
+        total += tl.sum(both, 0)
+        tl.store(dg + t.to(tl.int64) * HQ, running.to(dg.dtype.element_ty), mask=inside)
