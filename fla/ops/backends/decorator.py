@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 from fla.ops.backends.backend import DEFAULT_IMPLEMENTATION_PRIORITY, BackendMeta, BaseBackend
 from fla.ops.backends.declaration import check_facts
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
-from fla.ops.backends.entry import Entry, attach
+from fla.ops.backends.entry import Entry
+from fla.ops.backends.function import attach
 from fla.ops.backends.policy import Policy
 from fla.ops.backends.signature import Signature
 

@@ -11,9 +11,7 @@ given once is kept, so that coming back to that policy costs a compiled caller n
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
-import linecache
 import logging
 import weakref
 from collections.abc import Callable
@@ -25,13 +23,23 @@ import torch
 import torch.autograd.forward_ad
 import torch.autograd.profiler
 
-from fla.ops.backends import logs, tensors
+from fla.ops.backends import logs
 from fla.ops.backends.backend import BaseBackend, format_reason
+from fla.ops.backends.boxed import Boxed
 from fla.ops.backends.codegen import source_of
 from fla.ops.backends.codegen_call import Call
 from fla.ops.backends.dispatcher import Dispatcher
-from fla.ops.backends.dynamo import never_a_frame, trace_anew, while_tracing
-from fla.ops.backends.errors import BackendBugError, DispatchError, NoBackendError
+from fla.ops.backends.dynamo import never_a_frame, while_tracing
+from fla.ops.backends.errors import NoBackendError
+from fla.ops.backends.function import (
+    check_call,
+    check_source,
+    check_what_default_needs,
+    compile_source,
+    drop_with,
+    make_wrapper,
+    namespace_of,
+)
 from fla.ops.backends.locking import lock
 from fla.ops.backends.members import collect, serve
 from fla.ops.backends.notes import Notes
@@ -39,7 +47,6 @@ from fla.ops.backends.plan import Facts, Member, Plan, build
 from fla.ops.backends.policy import Policy
 from fla.ops.backends.precedence import Effective, Layer, State, effective, overruled
 from fla.ops.backends.signature import Signature, location
-from fla.utils.env import LIVE
 
 _serials = itertools.count()
 
@@ -59,11 +66,6 @@ class Kept:
     code: CodeType
     source: str
     serial: str
-
-
-class Box:
-    """Functions for the policies that are entered inside a trace, by attribute: Dynamo reads an object's attributes when it
-    gets there, while it would snapshot a dictionary."""
 
 
 @dataclass(eq=False)
@@ -100,12 +102,11 @@ class Entry:
         self.key = f'{self.operation}.{self.name}'
         self.place = location(self.function)
         self.label = f'{self.dispatcher.namespace.split(".")[0]}::{self.name}'
-        self._check_call = self._check_arguments()
-        self._check_what_default_needs()
-        self._box = Box()
-        self._boxed: dict[tuple[Any, State, int], str] = {}
-        self._namespace = self._make_namespace()
-        self.wrapper = self._make_wrapper()
+        self._check_call = check_call(self)
+        check_what_default_needs(self)
+        self._boxed = Boxed(self)
+        self._namespace = namespace_of(self)
+        self.wrapper = make_wrapper(self)
         self._cold = self.wrapper.__code__
         self._installed = ''
         self._namespace['_d_self'] = self.wrapper
@@ -113,110 +114,9 @@ class Entry:
     def __hash__(self) -> int:
         return id(self)
 
-    # -- the function object ------------------------------------------------------------------------------------------
-
-    def _make_namespace(self) -> dict[str, Any]:
-        """Globals of the generated code. Without `__name__`: Dynamo would look its globals up in the module of that name."""
-        return {
-            '_d_BaseException': BaseException,
-            '_d_Bug': BackendBugError,
-            '_d_Exception': Exception,
-            '_d_NoBackend': NoBackendError,
-            '_d_NoTensor': tensors.NO_TENSOR_ARGUMENT,
-            '_d_Tensor': torch.Tensor,
-            '_d_any_grad': tensors.any_requires_grad,
-            '_d_box': self._box,
-            '_d_check': self.check,
-            '_d_classify': tensors.classify,
-            '_d_cold': while_tracing(self._plan_again),
-            '_d_decide': tensors.decide,
-            '_d_dict': dict,
-            '_d_dyn': torch.compiler.is_dynamo_compiling,
-            '_d_env': LIVE,
-            '_d_first_tensor': tensors.first_tensor,
-            '_d_forward_ad': torch.autograd.forward_ad,
-            '_d_getattr': getattr,
-            '_d_grad_enabled': torch.is_grad_enabled,
-            '_d_has_override': torch.overrides.has_torch_function,
-            '_d_in_func': tensors.in_func_transform,
-            '_d_len': len,
-            '_d_need': while_tracing(self._need_platform),
-            '_d_none': self._raise_no_backend,
-            '_d_offer': self._offer,
-            '_d_platform': tensors.platform_of,
-            '_d_profiler': torch.autograd.profiler,
-            '_d_range': torch.autograd.profiler.record_function,
-            '_d_refuse': tensors.refuse,
-            '_d_restart': while_tracing(trace_anew),
-            '_d_same': tensors.same,
-            '_d_select': while_tracing(self._select),
-            '_d_type': type,
-            '_d_virtual': self.dispatcher.virtual,
-        }
-
-    def _make_wrapper(self) -> FunctionType:
-        forward = self.signature.forward_all()
-        head = self.signature.header(self.name)
-        source = f'{head}\n    if _d_cold("") and _d_dyn(): _d_restart()\n    return _d_self({forward})\n'
-        wrapper = self._compile(source, f'cold {next(_serials)}')
-        function = self.function
-        wrapper.__defaults__, wrapper.__kwdefaults__ = self.signature.defaults()
-        wrapper.__module__ = function.__module__
-        wrapper.__qualname__ = getattr(function, '__qualname__', self.name)
-        wrapper.__doc__ = function.__doc__
-        wrapper.__annotations__ = dict(getattr(function, '__annotations__', {}))
-        # What functools.wraps would copy, without Dynamo's marks: with them, torch < 2.11 unwraps past the dispatcher.
-        wrapper.__dict__.update({k: v for k, v in vars(function).items() if not k.startswith('_torchdynamo')})
-        wrapper.__wrapped__ = function  # type: ignore[attr-defined]
-        attach(wrapper, self)
-        return wrapper
-
-    def _compile(self, source: str, what: str) -> FunctionType:
-        """Source to a function in the namespace. Its lines are in linecache, so that tracebacks and Dynamo show them."""
-        filename = f'<fla dispatch {self.key} {what}>'
-        code = compile(source, filename, 'exec')
-        made: dict[str, Any] = {}
-        exec(code, self._namespace, made)
-        function: FunctionType = made[self.name]
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        weakref.finalize(function.__code__, linecache.cache.pop, filename, None).atexit = False
-        return function
-
-    def _drop_with(self, code: CodeType, *names: str) -> None:
-        """Names of the namespace go when the code that uses them does. The finalizer must not hold the namespace: that would
-        keep this entry alive for ever."""
-        weakref.finalize(code, _drop, weakref.ref(self), names).atexit = False
-
-    def _check_arguments(self) -> str | None:
-        """How `check` is called. It may also name `check_values`, which is True under FLA_CHECK_VALUES."""
-        if self.check is None:
-            return None
-        extra = {'check_values'} - set(self.signature.names)
-        call = self.signature.call(self.check)
-        bad = [name for name in call.unfillable if name not in extra]
-        if bad or (unknown := [name for name in call.unknown if name not in extra]):
-            names = ', '.join(map(repr, bad or unknown))
-            raise TypeError(
-                f'check {location(self.check)} names {names}, which {self.name} ({self.place}) does not have; '
-                f'it may name {", ".join(self.signature.names)}, check_values'
-            )
-        return call.arguments
-
-    def _check_what_default_needs(self) -> None:
-        if self.default_verifier is not None:
-            unknown = self.signature.call(self.default_verifier).unknown
-            if unknown:
-                raise TypeError(
-                    f'default_verifier {location(self.default_verifier)} names {", ".join(map(repr, unknown))}, which '
-                    f'{self.name} ({self.place}) does not have; it may name {", ".join(self.signature.names)}'
-                )
-
-    def _check_source(self, policy: Effective) -> str | None:
-        if self._check_call is None or self.check is None:
-            return None
-        if 'check_values' in self.signature.names or 'check_values' not in inspect.signature(self.check).parameters:
-            return self._check_call
-        return f'{self._check_call}{", " if self._check_call else ""}check_values={policy.check_values}'
+    def serial(self) -> str:
+        """A name that no plan, box or function had before."""
+        return str(next(_serials))
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
@@ -255,27 +155,27 @@ class Entry:
         return self._generate(plan, virtual=True)
 
     def _generate(self, plan: Plan, *, virtual: bool) -> Kept:
-        serial = str(next(_serials))
+        serial = self.serial()
         notes = Notes(self)
         generator = Call(self.signature, plan, serial, notes, self.label, virtual=virtual)
-        source = source_of(generator, self.name, self._check_source(plan.policy))
+        source = source_of(generator, self.name, check_source(self, plan.policy))
         self._namespace.update(generator.w.bindings)
         ranged = f'_d_ranged{serial}'
         self._namespace[ranged] = functools.partial(self._ranged, plan, ranged)
-        code = self._compile(source, f'plan {serial}').__code__
+        code = compile_source(self, source, f'plan {serial}').__code__
         # a frame that still runs this code may need its names: they go when the code does
-        self._drop_with(code, *generator.w.bindings, ranged)
+        drop_with(self, code, *generator.w.bindings, ranged)
         return Kept(plan, code, source, serial)
 
     def _ranged(self, plan: Plan, name: str, *args: Any, **kwargs: Any) -> Any:
         """First call while a profiler is active: make the variant of the plan that opens a range."""
-        serial = str(next(_serials))
+        serial = self.serial()
         generator = Call(self.signature, plan, serial, Notes(self), self.label, ranges=True, virtual=False)
-        source = source_of(generator, self.name, self._check_source(plan.policy))
+        source = source_of(generator, self.name, check_source(self, plan.policy))
         self._namespace.update(generator.w.bindings)
-        function = self._compile(source, f'ranges {serial}')
+        function = compile_source(self, source, f'ranges {serial}')
         function.__defaults__, function.__kwdefaults__ = self.signature.defaults()
-        self._drop_with(function.__code__, *generator.w.bindings)
+        drop_with(self, function.__code__, *generator.w.bindings)
         if name in self._namespace:
             self._namespace[name] = function
         return function(*args, **kwargs)
@@ -290,7 +190,7 @@ class Entry:
         Returns:
             Whether something was planned.
         """
-        if serial != self._installed and f'plan{serial}' not in self._boxed.values():
+        if serial != self._installed and f'plan{serial}' not in self._boxed.known.values():
             return 0
         dispatcher = self.dispatcher
         for attempt in itertools.count():
@@ -334,7 +234,7 @@ class Entry:
             if len(self._plans) > _STATES_KEPT:
                 self._plans.clear()
             self._plans[state] = kept
-        self._boxed = {}
+        self._boxed.known = {}
         self._install(kept)
 
     def _provisional(self, kept: Kept, until: Callable[[], int]) -> Kept:
@@ -344,10 +244,10 @@ class Entry:
         forward = self.signature.forward_all()
         again = f'        if _d_cold({kept.serial!r}) and _d_dyn(): _d_restart()\n        return _d_self({forward})'
         source = f'{head}\n    if {name}():\n{again}\n{body}'
-        code = self._compile(source, f'provisional {next(_serials)}').__code__
+        code = compile_source(self, source, f'provisional {self.serial()}').__code__
         # the body's names live as long as the code they were made for, so this code has to hold that one
         weakref.finalize(code, id, kept)
-        self._drop_with(code, name)
+        drop_with(self, code, name)
         return Kept(kept.plan, code, source, kept.serial)
 
     def _complete(self) -> int:
@@ -377,61 +277,13 @@ class Entry:
         """Called under the lock, when the backends change."""
         self._plans, self._by_policy, self._members = {}, {}, None
         self._install(None)
-        self._boxed = {}
+        self._boxed.known = {}
 
     def _need_platform(self, serial: str, platform: str) -> int:
         with lock:
             if platform not in self.platforms:
                 self.platforms = (*self.platforms, platform)
         return self._plan_again(serial)
-
-    def _select(self, layers: tuple[tuple[Any, ...], ...]) -> str:
-        """The attribute of the box that holds the plan for scopes entered inside a trace, innermost last.
-
-        A second attempt of the same trace must get the same answer.
-        """
-        try:
-            return self._boxed_for(layers)
-        except DispatchError as error:
-            # raised where Dynamo expects errors of the program, which are no accidents of its own
-            kind, text = type(error), str(error)
-
-            def fail(*args: Any, **kwargs: Any) -> Any:
-                raise kind(text)
-
-            return self._box_up(f'error{next(_serials)}', fail)
-
-    def _boxed_for(self, layers: tuple[tuple[Any, ...], ...]) -> str:
-        self.dispatcher.refuse_if_frozen('enter a scope')
-        key = layers, self.dispatcher.state(), self.dispatcher.generation(self.operation)
-        known = self._boxed.get(key)
-        if known is not None:
-            return known
-        virtual = []
-        for spec in layers:
-            policy = Policy(*spec)
-            self.dispatcher.check_policy(policy)
-            virtual.append(Layer(policy, 'a scope in the compiled region'))
-        base = key[1].above(*reversed(virtual))
-        state = base.above(self.own) if self.own is not None else base
-        in_force = self.policy(state)
-        plan = build(self.signature, self.members(), in_force, self.platforms, self._facts(in_force))
-        kept = self._generate(plan, virtual=False)
-        function = FunctionType(kept.code, self._namespace, self.name, *self.signature.defaults()[:1])
-        function.__kwdefaults__ = self.signature.defaults()[1]
-        name = self._box_up(f'plan{kept.serial}', function)
-        with lock:
-            self._boxed = {**self._boxed, key: name}
-        return name
-
-    def _box_up(self, name: str, function: Callable[..., Any]) -> str:
-        with lock:
-            setattr(self._box, name, function)
-            # not at once with the plans: a thread may be between the name and the attribute
-            for old in list(vars(self._box))[:-_PLANS_KEPT]:
-                delattr(self._box, old)
-                self._boxed = {k: v for k, v in self._boxed.items() if v != old}
-        return name
 
     # -- what generated code calls --------------------------------------------------------------------------------------
 
@@ -471,13 +323,13 @@ class Entry:
         assert member.call is not None
         if member.call.identical:
             return member.implementation
-        serial = next(_serials)
+        serial = self.serial()
         self._namespace[f'_d_direct{serial}'] = member.implementation
         source = f'{self.signature.header(self.name)}\n    return _d_direct{serial}({member.call.arguments})\n'
-        function = self._compile(source, f'direct {serial}')
+        function = compile_source(self, source, f'direct {serial}')
         function.__defaults__, function.__kwdefaults__ = self.signature.defaults()
         function.__doc__ = self.function.__doc__
-        self._drop_with(function.__code__, f'_d_direct{serial}')
+        drop_with(self, function.__code__, f'_d_direct{serial}')
         return function
 
     def bind(self, backend: str | None = None, *, policy: Policy | None = None, **fields: Any) -> Callable[..., Any]:
@@ -559,20 +411,3 @@ def _from_the_second_time() -> Callable[[], int]:
     """0 when first called, then 1."""
     calls = itertools.count()
     return lambda: min(next(calls), 1)
-
-
-def _drop(owner: weakref.ref[Entry], names: tuple[str, ...]) -> None:
-    entry = owner()
-    for name in names if entry is not None else ():
-        entry._namespace.pop(name, None)  # type: ignore[union-attr]
-
-
-def attach(function: Any, entry: Entry) -> None:
-    """Give a function the attributes by which users and tools look inside."""
-    from fla.ops.backends.describe import BackendsView
-
-    function.backends = BackendsView(entry)
-    function.bind = entry.bind
-    function.resolve = entry.resolve
-    function.explain = entry.explain
-    function.__fla_entry__ = entry

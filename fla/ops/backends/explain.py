@@ -24,6 +24,7 @@ from fla.ops.backends.codegen import source_of
 from fla.ops.backends.codegen_explain import Explain
 from fla.ops.backends.dynamo import never_a_frame
 from fla.ops.backends.errors import unknown_name
+from fla.ops.backends.function import check_source
 from fla.ops.backends.plan import ANY, NO_TENSOR, Candidate, Case, Facts, Member, build, unfit
 from fla.ops.backends.policy import normalise
 from fla.ops.backends.precedence import Conditional, Effective, State
@@ -296,7 +297,7 @@ def _run(
 ) -> None:
     generator = Explain(entry.signature, plan, 'e')
     generator.only = platform
-    source = source_of(generator, entry.name, entry._check_source(plan.policy), first='_d_c')
+    source = source_of(generator, entry.name, check_source(entry, plan.policy), first='_d_c')
     namespace = {**entry._namespace, **generator.w.bindings, '_d_refusal': partial(_refusal, entry)}
     if pretended is not None:
         namespace['_d_platform'] = partial(_platform_if, pretended)
