@@ -121,7 +121,9 @@ def measured(module: Module, backend: str, shape: tuple[int, ...], clock: Clock)
     tensors = inputs(module, shape, clock.device)
     given, leaves = with_gradients(tensors)
     function = function_of(module, backend)
-    do = torch.ones_like(first(module.plain(**tensors)))
+    result = first(module.plain(**tensors))
+    do = torch.ones(result.shape, dtype=result.dtype, device=result.device)
+    del result
 
     def forward() -> None:
         with torch.no_grad():
@@ -145,8 +147,8 @@ def measured(module: Module, backend: str, shape: tuple[int, ...], clock: Clock)
                 row[f'{name}_wall_ms'] = wall_ms(call, calls=10, rounds=5)
                 row[f'{name}_peak_mib'] = peak_mib(call)
             if moved:
-                row[f'{name}_gbs'] = moved / row[f'{name}_ms'] / 1e6
                 row[f'{name}_copy_ms'] = clock.copy_ms(moved)
+                row[f'{name}_gbs'] = moved / row[f'{name}_ms'] / 1e6
         except Exception as refused:
             row[f'{name}_refused'] = said(refused)
     if 'forward_ms' in row:

@@ -180,6 +180,21 @@ def test_linear_under_autocast(dtype):
 
 
 @pytest.mark.interpreted
+def test_compiled_under_autocast():
+    x, y = (tensor(3, 6, dtype=torch.float32, grad=True) for _ in range(2))
+    weight = tensor(5, 6, dtype=torch.float32, grad=True)
+
+    def block(x, y, weight):
+        with torch.autocast('cpu', torch.bfloat16):
+            return swiglu_linear(x, y, weight, None)
+
+    eager, compiled = block(x, y, weight), torch.compile(block, fullgraph=True, backend='aot_eager')(x, y, weight)
+    assert torch.equal(eager, compiled)
+    for a, b in zip(*(torch.autograd.grad(o.sum(), (x, y, weight)) for o in (eager, compiled)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.interpreted
 def test_operators_and_compiled_callers():
     from fla.modules.kernels import activations
 
