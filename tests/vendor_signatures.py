@@ -66,7 +66,12 @@ def installed(path: str) -> bool:
 
 def found(path: str) -> object:
     module, _, name = path.rpartition('.')
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        if '.' not in module:
+            raise
+    return getattr(found(module), name)  # a method
 
 
 def difference(path: str) -> str | None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import check_tensors
-from fla.ops.common.checks import FLOATS, MAX_HEAD_DIM, check_companion, check_cu_seqlens, check_log_gate
+from fla.ops.common.checks import (
+    FLOATS,
+    MAX_HEAD_DIM,
+    check_companion,
+    check_cu_seqlens,
+    check_given,
+    check_log_gate,
+    check_scale,
+)
 
 
 def check_parallel(
@@ -13,6 +21,7 @@ def check_parallel(
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor | None,
+    scale: float | None,
     window_size: int | None,
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
@@ -20,6 +29,8 @@ def check_parallel(
     check_values: bool,
 ) -> None:
     """See `parallel_attn`."""
+    check_scale(scale)
+    check_given(q=q, k=k, v=v)
     check_tensors(q=q, k=k, v=v, g=g, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices, sink_bias=sink_bias)
     for name, tensor in (('q', q), ('k', k), ('v', v)):
         if tensor.dim() != 4:
@@ -42,8 +53,12 @@ def check_parallel(
         if given is not None and k.shape[1] != q.shape[1]:
             raise ValueError(f'{name} needs k to be as long as q: q has T = {q.shape[1]}, k has {k.shape[1]}')
     check_cu_seqlens(q, cu_seqlens, None, check_values)
+    if window_size is not None and (isinstance(window_size, bool) or not isinstance(window_size, (int, torch.SymInt))):
+        raise TypeError(f'window_size must be a whole number or None, got {type(window_size).__name__}')
     if window_size is not None and window_size < 1:
         raise ValueError(f'window_size must be at least 1 (each step sees itself), got {window_size}')
+    if chunk_indices is not None and not isinstance(chunk_indices, torch.Tensor):
+        raise TypeError(f'chunk_indices must be a tensor [chunks, 2], got {type(chunk_indices).__name__}')
     if chunk_indices is not None and (chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2):
         raise ValueError(f'chunk_indices must be [chunks, 2], got shape {list(chunk_indices.shape)}')
     if g is not None:

@@ -1,0 +1,251 @@
+"""The backends of vendors' packages with stand-ins for these: what each accepts and refuses, what the package gets, and what
+comes back."""
+
+import os
+import sys
+import types
+
+import pytest
+import torch
+
+from fla.ops.attn import parallel_attn
+from fla.ops.attn.backends.flash_attn import FlashAttention2Backend, FlashAttention3Backend
+from fla.ops.attn.backends.flashinfer import FlashInferBackend
+from fla.ops.attn.backends.xformers import XFormersBackend
+from fla.ops.attn.naive import naive_parallel_attn
+from fla.ops.backends import default_dispatcher, explain
+from fla.utils.devices import Device
+from tests.ops.attn.attention import BF16, FP16, FP32, inputs
+from tests.ops.vendors import A100, H100, install, pretend
+
+B200 = Device('cuda', 0, 'NVIDIA B200', (10, 0))
+CU = torch.tensor([0, 0, 1, 9, 24])
+LENS = torch.tensor([0, 0])
+
+
+@pytest.fixture(autouse=True)
+def fresh_dispatch(monkeypatch):
+    for name in [n for n in os.environ if n.startswith('FLA_')]:
+        monkeypatch.delenv(name)
+    default_dispatcher().reset()
+    yield
+    default_dispatcher().reset()
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False
+):
+    assert causal
+    assert deterministic
+    assert (dropout_p, softcap) == (0.0, 0.0)
+    left, right = window_size
+    assert right == 0
+    return naive_parallel_attn(q, k, v, None, softmax_scale, None if left == -1 else left + 1)
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **more):
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert max_seqlen_q == max_seqlen_k == q.shape[0]
+    left = more['window_size'][0]
+    window = None if left == -1 else left + 1
+    return naive_parallel_attn(q[None], k[None], v[None], None, more['softmax_scale'], window, cu_seqlens_q)[0]
+
+
+def with_lse(function):
+    def returning(*args, **kwargs):
+        o = function(*args, **kwargs)
+        return o, o[..., 0]
+
+    return returning
+
+
+def single_prefill_with_kv_cache(q, k, v, *, causal, kv_layout, sm_scale, window_left):
+    assert causal
+    assert kv_layout == 'NHD'
+    assert q.is_contiguous()
+    window = None if window_left == -1 else window_left + 1
+    return naive_parallel_attn(q[None], k[None], v[None], None, sm_scale, window)[0]
+
+
+class Bias:
+    """A bias of xFormers' by its name, and with a window."""
+
+    window: int | None = None
+
+    def make_local_attention(self, window):
+        made = type(self)()
+        made.window = window
+        return made
+
+
+class LowerTriangularMask(Bias):
+    pass
+
+
+class LowerTriangularFromBottomRightMask(Bias):
+    pass
+
+
+def memory_efficient_attention(q, k, v, *, attn_bias, scale):
+    if q.dim() == 5:
+        q, k, v = (x.flatten(2, 3) for x in (q, k, v))
+        o = memory_efficient_attention(q, k, v, attn_bias=attn_bias, scale=scale)
+        return o.unflatten(2, (-1, 2))
+    assert k.shape[2] == q.shape[2]
+    if type(attn_bias) is LowerTriangularMask:
+        assert k.shape[1] == q.shape[1]
+    return naive_parallel_attn(q, k, v, None, scale, attn_bias.window)
+
+
+BACKENDS = {
+    'flash_attn': FlashAttention2Backend,
+    'flash_attn_3': FlashAttention3Backend,
+    'flashinfer': FlashInferBackend,
+    'xformers': XFormersBackend,
+}
+VERSIONS = {'flash_attn': '2.8.3', 'flash_attn_3': '3.0.0', 'flashinfer': '0.7.4', 'xformers': '0.0.35'}
+DISTRIBUTIONS = {'flash_attn': 'flash-attn', 'flash_attn_3': 'flash-attn-3', 'flashinfer': 'flashinfer-python'}
+FUNCTIONS = {
+    'flash_attn': {'flash_attn_func': flash_attn_func, 'flash_attn_varlen_func': flash_attn_varlen_func},
+    'flash_attn_3': {
+        'flash_attn_func': with_lse(flash_attn_func),
+        'flash_attn_varlen_func': with_lse(flash_attn_varlen_func),
+    },
+    'flashinfer': {'single_prefill_with_kv_cache': single_prefill_with_kv_cache},
+    'xformers': {},
+}
+
+
+def installed(monkeypatch, folder, name, device=H100, version=None):
+    """The package is there and switched on, and the machine has that GPU."""
+    backend = BACKENDS[name]
+    module, distribution = backend.package_name, DISTRIBUTIONS.get(name, name)
+    install(monkeypatch, folder, module, distribution, version or VERSIONS[name], __path__=[], **FUNCTIONS[name])
+    if name == 'xformers':
+        biases = {'LowerTriangularMask': LowerTriangularMask}
+        biases['LowerTriangularFromBottomRightMask'] = LowerTriangularFromBottomRightMask
+        contents = {'ops': {'memory_efficient_attention': memory_efficient_attention}, 'ops.fmha': {}}
+        for path, attributes in {**contents, 'ops.fmha.attn_bias': biases}.items():
+            part = types.ModuleType(f'xformers.{path}')
+            part.__path__ = []
+            vars(part).update(attributes)
+            monkeypatch.setitem(sys.modules, part.__name__, part)
+    monkeypatch.setenv(backend.env_var, '1')
+    pretend(monkeypatch, device)
+    return backend()
+
+
+def given(**changes):
+    return inputs(**{'dtype': BF16, 'value_dim': 8, **changes})
+
+
+OPTIONS = {
+    'plain': ({}, {}),
+    'scaled, equal heads': ({'kv_heads': 4}, {'scale': 0.3}),
+    'window': ({}, {'window_size': 5}),
+    'window longer than T': ({}, {'window_size': 50}),
+    'some queries': ({'queries': 5}, {}),
+    'one query': ({'queries': 1}, {'window_size': 4}),
+    'packed': ({'batch': 1}, {'cu_seqlens': CU}),
+    'packed, window': ({'batch': 1}, {'cu_seqlens': CU.int(), 'window_size': 3}),
+}
+PACKS = ('flash_attn', 'flash_attn_3')
+
+
+@pytest.mark.parametrize(
+    ('name', 'case'), [(n, c) for n in BACKENDS for c in OPTIONS if n in PACKS or not c.startswith('packed')]
+)
+def test_what_the_package_gets(monkeypatch, tmp_path, name, case):
+    """The translation of every argument, with a package that computes the formula."""
+    shapes, options = OPTIONS[case]
+    tensors = given(**{**shapes, **({'batch': 1} if name == 'flashinfer' else {})})
+    backend = installed(monkeypatch, tmp_path, name)
+    o = backend.parallel_attn(**tensors, **options)
+    assert o.is_contiguous()
+    assert torch.equal(o, naive_parallel_attn(**tensors, **options))
+
+
+@pytest.mark.parametrize('name', BACKENDS)
+def test_accepted_on_its_gpu(monkeypatch, tmp_path, name):
+    size = {'dim': 64, 'value_dim': 64, 'batch': 1}
+    with torch.no_grad():
+        installed(monkeypatch, tmp_path, name)
+        for dtype in (BF16, FP16):
+            decision = explain(parallel_attn, **given(dtype=dtype, **size), window_size=5, platform='h100')
+            assert decision.winner == name
+            assert decision[name].notes[0].startswith('unverified')
+
+
+@pytest.mark.parametrize('name', BACKENDS)
+def test_off_unless_switched_on(monkeypatch, tmp_path, name):
+    installed(monkeypatch, tmp_path, name)
+    monkeypatch.delenv(BACKENDS[name].env_var)
+    assert explain(parallel_attn, **given(), platform='h100')[name].verdict == 'disabled'
+
+
+REFUSED = {
+    'g': ({}, {'g': torch.zeros(1, 24, 4)}, 'argument g is not supported'),
+    'sink_bias': ({}, {'sink_bias': torch.zeros(4)}, 'argument sink_bias is not supported'),
+    'float32': ({'dtype': FP32}, {}, 'float32'),
+    'K and V differ': ({'value_dim': 128}, {}, '64 and 128'),
+    'odd K': ({'dim': 36, 'value_dim': 36}, {}, '36'),
+    'no steps': ({'length': 0}, {}, 'there are no steps'),
+    'no sequences': ({'length': 0}, {'cu_seqlens': LENS[:1]}, 'there are no s|cu_seqlens is not supported'),
+    'a CPU': ({}, {}, 'cpu'),
+}
+
+
+@pytest.mark.parametrize('name', BACKENDS)
+@pytest.mark.parametrize('case', REFUSED)
+def test_refused(monkeypatch, tmp_path, name, case):
+    shapes, options, reason = REFUSED[case]
+    installed(monkeypatch, tmp_path, name)
+    tensors = given(**{'dim': 64, 'value_dim': 64, 'batch': 1, **shapes})
+    with torch.no_grad():
+        decision = explain(parallel_attn, **tensors, **options, platform=None if case == 'a CPU' else 'h100')
+    assert not decision[name].can_run
+    assert any(part in decision[name].reason for part in reason.split('|'))
+
+
+@pytest.mark.parametrize('name', PACKS)
+def test_no_sequences_at_all(name):
+    tensors = given(batch=1)
+    verdict, reason = BACKENDS[name]().parallel_attn_verifier(tensors['q'], tensors['v'], LENS[:1])
+    assert (verdict, reason) == (False, 'there are no sequences')
+
+
+def test_refused_by_one(monkeypatch, tmp_path):
+    tensors = given(dim=64, value_dim=64)
+    for name in BACKENDS:
+        folder = tmp_path / name
+        folder.mkdir()
+        installed(monkeypatch, folder, name)
+    decision = explain(parallel_attn, **tensors, platform='h100')
+    assert 'inference' in decision['flashinfer'].reason or 'B = 2' in decision['flashinfer'].reason
+    packed = explain(parallel_attn, **given(batch=1), cu_seqlens=CU, platform='h100')
+    for name in ('flashinfer', 'xformers'):
+        assert 'cu_seqlens is not supported' in packed[name].reason
+    wants_gradient = {n: x.requires_grad_() for n, x in given(dim=64, value_dim=64, batch=1).items()}
+    decision = explain(parallel_attn, **wants_gradient, platform='h100')
+    assert not decision['flashinfer'].can_run
+    assert 'grad' in decision['flashinfer'].reason
+
+
+@pytest.mark.parametrize(
+    ('name', 'version', 'reason'),
+    [('flash_attn', '2.6.3', '>=2.7'), ('flashinfer', '0.1.6', '>=0.2'), ('xformers', '0.0.29', '>=0.0.30')],
+)
+def test_old_versions(monkeypatch, tmp_path, name, version, reason):
+    installed(monkeypatch, tmp_path, name, version=version)
+    decision = explain(parallel_attn, **given())
+    assert decision[name].verdict == 'unavailable'
+    assert reason in decision[name].reason
+
+
+def test_gpus():
+    for device, able in ((H100, True), (B200, False)):
+        verdict = FlashAttention3Backend().probe(device)
+        assert verdict[0] is able
+    assert '10.0' in str(verdict[1][0] % verdict[1][1:])
+    assert FlashAttention3Backend.min_capability == (9, 0)
+    assert FlashAttention2Backend().probe(A100) is True
