@@ -30,6 +30,7 @@ class Module:
         moves: how many numbers for each of the first input a forward, and a backward, reads and writes at least; None where
             products of matrices take the time.
         few: a size with as wide rows and fewer of them, for errors.
+        liger: Liger-Kernel's own function, where its rounding is another than ours and our backend refuses.
         positional: arguments behind the tensors; some of FLA's functions take no keywords.
         constants: arguments behind those, by keyword.
     """
@@ -41,6 +42,7 @@ class Module:
     plain: Callable[..., torch.Tensor]
     moves: tuple[float, float] | None
     few: Callable[[Shape], Shape] = field(default=lambda shape: (min(shape[0], 512), *shape[1:]))
+    liger: Callable[..., torch.Tensor] | None = None
     positional: tuple[Any, ...] = ()
     constants: dict[str, Any] = field(default_factory=dict)
 
@@ -112,6 +114,21 @@ def _linear_cross_entropy(x: torch.Tensor, target: torch.Tensor, weight: torch.T
     return F.cross_entropy(wide(F.linear(x, weight)), target)
 
 
+def _liger_swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply(x, y)
+
+
+def _liger_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """In place, and one head more as keys."""
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    cos, sin = (torch.cat([table, table], -1)[None] for table in (cos, sin))
+    keys = torch.empty_like(x[:, :, :1]).transpose(1, 2)
+    return LigerRopeFunction.apply(x.transpose(1, 2), keys, cos, sin)[0].transpose(1, 2)
+
+
 def _tables(shape: Shape, normal: Callable[..., torch.Tensor]) -> Tensors:
     x = normal(*shape)
     angles = torch.arange(shape[1], device=x.device)[:, None] * 1e4 ** (
@@ -172,6 +189,7 @@ MODULES = {
         lambda shape, normal: {'x': normal(*shape), 'y': normal(*shape)},
         _swiglu,
         (3, 5),
+        liger=_liger_swiglu,
     ),
     'silu_and_mul': Module(
         'fla.modules.activations.silu_and_mul',
@@ -202,6 +220,7 @@ MODULES = {
         _rotary,
         (2, 2),
         few=_one_batch,
+        liger=_liger_rotary,
     ),
     'causal_conv1d': Module(
         'fla.modules.convolution.causal_conv1d',

@@ -35,10 +35,10 @@ from _gpu import gpu_ms, peak_mib, wall_ms
 from _module_cases import MODULES, Module, first, inputs, relative, with_gradients
 
 FLA = 'flash-linear-attention'
-# of this package, by name of a backend; plain PyTorch; the same compiled
+# of this package, by name of a backend; a package by itself, where its backend refuses; plain PyTorch; the same compiled
 OURS = ('default', 'reference', 'liger')
-PLAIN, COMPILED = 'torch', 'torch.compile'
-BACKENDS = (*OURS, PLAIN, COMPILED, FLA)
+LIGER, PLAIN, COMPILED = 'liger-kernel', 'torch', 'torch.compile'
+BACKENDS = (*OURS, LIGER, PLAIN, COMPILED, FLA)
 SIZES = ('small', 'large')
 
 
@@ -82,6 +82,8 @@ class Clock:
 
 def function_of(module: Module, backend: str) -> Callable[..., Any]:
     """What a backend runs."""
+    if backend == LIGER and module.liger is not None:
+        return module.liger
     if backend == PLAIN:
         return module.plain
     if backend == COMPILED:
@@ -91,7 +93,7 @@ def function_of(module: Module, backend: str) -> Callable[..., Any]:
 
 def only(backend: str) -> contextlib.AbstractContextManager[Any]:
     """Within it, this backend runs, or the call raises."""
-    if backend in (PLAIN, COMPILED, FLA):
+    if backend in (LIGER, PLAIN, COMPILED, FLA):
         return contextlib.nullcontext()
     from fla.ops.backends import use_backend
 
@@ -169,6 +171,8 @@ def rows(backends: list[str], names: list[str], sizes: list[str], clock: Clock) 
         for size in sizes:
             shape = MODULES[name].sizes['dry' if clock.dry else size]
             for backend in backends:
+                if backend == LIGER and MODULES[name].liger is None:
+                    continue
                 key = {'module': name, 'size': size, 'shape': shape, 'axes': MODULES[name].axes, 'backend': backend}
                 try:
                     with only(backend):

@@ -41,14 +41,16 @@ def test_every_module(tmp_path):
 
 def test_filters_and_refusals(tmp_path):
     """What cannot run says why, and the rest of the run goes on."""
-    options = ['--dry', '--only=swiglu', '--only=rotary_embedding', '--size=small', '--backend=liger', '--backend=reference']
-    result, lines = run(tmp_path, *options)
+    backends = ['liger', 'liger-kernel', 'reference']
+    options = ['--only=swiglu', '--only=l2norm', '--size=small', *(f'--backend={one}' for one in backends)]
+    result, lines = run(tmp_path, '--dry', *options)
     assert [(row['module'], row['size'], row['backend']) for row in result['rows']] == [
-        (module, 'small', backend) for module in ('swiglu', 'rotary_embedding') for backend in ('liger', 'reference')
+        *(('swiglu', 'small', backend) for backend in backends),
+        *(('l2norm', 'small', backend) for backend in ('liger', 'reference')),
     ]
     assert 'NoBackendError' in result['rows'][0]['forward_refused']
-    assert 'errors' in result['rows'][1]
-    assert lines.count('\n') == 4
+    assert 'errors' in result['rows'][2]
+    assert lines.count('\n') == 5
 
 
 def test_without_a_gpu():
