@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip('triton')
@@ -212,6 +213,26 @@ def test_compiled(kind):
 
 
 @interpreted
+@pytest.mark.parametrize('kind', ['rms prenorm', 'groups'])
+def test_lengths_share_a_graph(kind):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend('aot_eager')
+    function, options = KINDS[kind]
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for rows in (3, 5, 9, 13, 20):
+        tensors = given(kind, (rows, 8))
+        leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+        with use_backend('default', op='modules'):
+            results = compiled(**leaves, **options)
+        results = results if isinstance(results, tuple) else (results,)
+        found = [*results, *torch.autograd.grad(results, list(leaves.values()), upstream(results))]
+        for got, right in zip(found, everything(kind, tensors).values(), strict=True):
+            torch.testing.assert_close(got, right)
+    assert counter.frame_count <= 3
+    torch._dynamo.reset()
+
+
+@interpreted
 @pytest.mark.parametrize('strict', [False, True])
 def test_exported(strict):
     class Layer(torch.nn.Module):
@@ -312,7 +333,7 @@ def test_compiles(capability, dim):
         kernels.backward(x, None, None, weight, weight, x, x, narrow, (BF16, None), (True, True))
         kernels.forward(x, None, x, weight, None, wide, BF16, False)
         kernels.backward(x, None, x, weight, None, x, None, wide, (BF16, None), (True, False))
-    assert dim > 8192 or max(one.spilled for one in compiled) <= 16  # Triton 3.6 spills two registers of one
+    assert dim > 8192 or max(one.spilled for one in compiled) <= 64  # of more than 256 bytes that a thread has
     print(*compiled, sep='\n')
 
 

@@ -3,7 +3,8 @@
 A row (of a group, where there are several) is read once and stays in registers, unless it is longer than `IN_REGISTERS`;
 such rows are read again, tile by tile, from the cache. Backward computes the statistics of a row anew: the row is there, and
 nothing but inputs has to be kept. Gradients of weight and bias are summed by each program over its rows, and the sums of the
-programs are added by PyTorch, so that no result depends on an order.
+programs are added by PyTorch, so that no result depends on an order. While a program computes, its next tiles are on their
+way to shared memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+
+from fla.utils.devices import check_shared_mem
 
 # Elements of the longest row that stays in registers: forward, backward.
 IN_REGISTERS = (32768, 8192)
@@ -207,6 +210,7 @@ def _backward(
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     BD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Every so many-th tile of ROWS whole rows of a group. dweight and dbias `[programs, GROUPS, D]`."""
     first = tl.program_id(1) * D
@@ -215,7 +219,7 @@ def _backward(
     b = _parameter(bias, first, col, D, 0.0)
     dw = tl.zeros((ROWS, BD), tl.float32)
     db = tl.zeros((ROWS, BD), tl.float32)
-    for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+    for start in tl.range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS).to(tl.int64))[:, None]
         inside = (row < count) & (col < D)
         out = row * (D * GROUPS) + first + col
@@ -386,7 +390,10 @@ def backward(
         return Gradients(dx, dresidual, dg, *(None if p is None else torch.zeros_like(p) for p in parameters))
     count, D = x.numel() // x.shape[-1], x.shape[-1] // norm.num_groups
     BD, ROWS, num_warps = (TILE, 1, 32) if D > IN_REGISTERS[1] else _tile(D, 1024, 8)
-    programs = min(triton.cdiv(count, ROWS), max(1, _programs(x.device, num_warps) // norm.num_groups))
+    # As many programs as run at a time: a multiprocessor has registers for 32 warps with 64 a thread, or 20 with 96.
+    registers, warps = (96, 20) if ROWS > 1 else (64, 32)
+    programs = _multiprocessors(x.device) * (warps // num_warps)
+    programs = min(triton.cdiv(count, ROWS), max(1, programs // norm.num_groups))
     new = torch.zeros if D > IN_REGISTERS[1] else torch.empty
     sums = [None if p is None else new((programs, *p.shape), dtype=torch.float32, device=p.device) for p in parameters]
     inputs, strides = _rows(x, residual, g, dy, dtotal)
@@ -396,7 +403,11 @@ def backward(
     if D > IN_REGISTERS[1]:
         _backward_long[grid](*arguments, *strides, norm.eps, **options, num_warps=num_warps)
     else:
-        _backward[grid](*arguments, *strides, norm.eps, **options, ROWS=ROWS, num_warps=num_warps)
+        read = sum(one.element_size() for one in inputs if one is not None) * ROWS * BD
+        stages = _stages(x.device, read, num_warps)
+        # tiles are under way on NVIDIA alone, as is a limit of registers
+        limits = {'num_warps': num_warps, **({'maxnreg': registers} if stages > 1 else {})}
+        _backward[grid](*arguments, *strides, norm.eps, **options, ROWS=ROWS, STAGES=stages, **limits)
     added = (None if p is None or s is None else s.sum(0).to(p.dtype) for p, s in zip(parameters, sums, strict=True))
     return Gradients(dx, dresidual, dg, *added)
 
@@ -408,9 +419,10 @@ def _tile(D: int, elements: int, per_thread: int) -> tuple[int, int, int]:
     return BD, ROWS, min(32, ROWS * BD // (32 * per_thread))
 
 
-def _programs(device: torch.device, num_warps: int) -> int:
-    """As many as run at a time, at 32 warps on each multiprocessor."""
-    return _multiprocessors(device) * (32 // num_warps)
+def _stages(device: torch.device, read: int, num_warps: int) -> int:
+    """Tiles, of so many bytes, that are on their way at a time or computed with, in the shared memory that 32 warps have."""
+    room = 144 if check_shared_mem('ampere', device.index) else 72 if check_shared_mem('ada', device.index) else 0
+    return 1 + min(2, room * 1024 * num_warps // 32 // read)
 
 
 @functools.cache
