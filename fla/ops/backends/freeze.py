@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from fla.ops.backends.backend import format_reason
-from fla.ops.backends.dispatcher import Dispatcher, Frozen, owner_of
+from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.errors import ManifestMismatchError
+from fla.ops.backends.layers import Frozen
 from fla.ops.backends.locking import lock
 from fla.ops.backends.plan import ANY, build
 from fla.ops.backends.precedence import Layer

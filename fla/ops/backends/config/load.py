@@ -18,7 +18,7 @@ from fla.ops.backends.policy import Policy, Rule, normalise
 from fla.ops.backends.versions import PolicyVersion, checked_path
 
 if TYPE_CHECKING:
-    from fla.ops.backends.dispatcher import Dispatcher
+    from fla.ops.backends.names import Names
 
 
 class PolicyFileError(DispatchError, ValueError):
@@ -49,7 +49,7 @@ class Draft:
     errors: Errors
     policy: Policy | None
 
-    def unknown(self, dispatcher: Dispatcher) -> Errors:
+    def unknown(self, dispatcher: Names) -> Errors:
         """Its operations, functions, backends and parameters that nobody knows, also where its form is wrong elsewhere."""
         return {
             (reading.line(place), said)

@@ -19,14 +19,14 @@ from fla.ops.backends.policy import covers, normalise
 from fla.utils.env import nearest
 
 if TYPE_CHECKING:
-    from fla.ops.backends.dispatcher import Dispatcher
     from fla.ops.backends.entry import Entry
+    from fla.ops.backends.names import Names
 
 Said = Iterator[tuple[Place, str]]
 Words = Sequence[tuple[Place, str]]
 
 
-def problems(dispatcher: Dispatcher, data: Any) -> Said:
+def problems(dispatcher: Names, data: Any) -> Said:
     """Every name that nobody knows, with its place. Imports the operations that are named."""
     there = _There(dispatcher)
     for name in ('prefer', 'allow', 'deny'):
@@ -126,7 +126,7 @@ def _once(method: Callable[..., Any]) -> Any:
 class _There:
     """What a namespace has, for the names of one policy."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Names) -> None:
         self.dispatcher = dispatcher
         self.answers: dict[tuple[Any, ...], Any] = {}
 

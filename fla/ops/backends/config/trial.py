@@ -10,11 +10,11 @@ from fla.ops.backends.errors import DispatchError
 from fla.ops.backends.precedence import State
 
 if TYPE_CHECKING:
-    from fla.ops.backends.dispatcher import Dispatcher
+    from fla.ops.backends.layers import Layers
     from fla.ops.backends.plan import Candidate
 
 
-def require_backends(dispatcher: Dispatcher, state: State, source: str) -> None:
+def require_backends(dispatcher: Layers, state: State, source: str) -> None:
     """Plan every function that has been called as under `state`.
 
     Raises:

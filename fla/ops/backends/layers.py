@@ -1,0 +1,407 @@
+"""The layers of policy of a namespace, and the state that they make: who may change which, and what is in force."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fla.ops.backends import logs
+from fla.ops.backends.backend import BaseBackend
+from fla.ops.backends.breaker import Breakers
+from fla.ops.backends.environment import Environment
+from fla.ops.backends.errors import DispatchError, FrozenError, UnknownNameError
+from fla.ops.backends.locking import lock
+from fla.ops.backends.names import Names
+from fla.ops.backends.policy import Policy, Rule
+from fla.ops.backends.precedence import Layer, State
+from fla.ops.backends.toggles import Toggles
+from fla.utils.env import nearest
+
+if TYPE_CHECKING:
+    from fla.ops.backends.config.load import Draft
+    from fla.ops.backends.telemetry import Observer, Telemetry
+    from fla.ops.backends.trace import Trace
+    from fla.ops.backends.versions import PolicyVersion
+
+
+class Virtual:
+    """Policy scopes entered inside a region that Dynamo is tracing. A plain object: Dynamo tracks its attribute through the
+    trace, and takes the change back by itself when it restarts or gives up. Outside a trace it is always empty."""
+
+    def __init__(self) -> None:
+        # on the instance from the start: Dynamo would see it move there from the class
+        self.layers: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What `freeze_dispatch()` holds fast: the policy, the toggles' values, and for each backend whether it is on."""
+
+    layers: tuple[Layer, ...]
+    env: tuple[tuple[str, str | None], ...]
+    enabled: Mapping[BaseBackend, bool]
+
+
+def _file_layer(policy: Policy, path: str) -> Layer:
+    return Layer(policy, f'policy file {path}')
+
+
+class Layers(Names):
+    """The part of a `Dispatcher` that knows who says what. Highest first: scopes, code, environment, file, measured."""
+
+    environment: Environment
+    toggles: Toggles
+    breakers: Breakers
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.virtual = Virtual()
+        self.frozen: Frozen | None = None
+        self.scopes: tuple[tuple[int, Layer, State | None], ...] = ()
+        # which thread entered a scope, by its token
+        self.holders: dict[int, int] = {}
+        self.traces: tuple[Trace, ...] = ()
+        self.telemetries: tuple[Telemetry, ...] = ()
+        self.observers: tuple[tuple[object, Observer], ...] = ()
+        self._code: Layer | None = None
+        self._file: PolicyVersion | None = None
+        self._file_versions = 0
+        # the environment's file: as it was last read, and what of it was last put in force
+        self._config_draft: Draft | None = None
+        self._config_version: PolicyVersion | None = None
+        self._measured: Layer | None = None
+        self._env_layers: tuple[Layer, ...] | None = None
+        self._env_checked = False
+        self._state = State()
+
+    def follow_environment(self) -> None:
+        """Record calls, or end that, as the environment says. Called under the lock."""
+        raise NotImplementedError
+
+    def forget_layers(self) -> None:
+        """As in a fresh process. Called under the lock."""
+        self.frozen = None
+        self.scopes, self.holders = (), {}
+        self.traces, self.telemetries, self.observers = (), (), ()
+        self.virtual.layers = ()
+        self._code, self._env_layers = None, None
+        self._file, self._file_versions, self._measured = None, 0, None
+        self._config_draft = self._config_version = None
+
+    # -- what is in force -----------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """The state in force. The environment is read on the first call."""
+        if self._env_layers is None:
+            self._read_environment()
+        return self._state
+
+    def is_strict(self, operation: str | None = None) -> bool:
+        """Whether bugs raise: in an operation, or outside any."""
+        for layer in self.state().layers:
+            about = layer.policy.op
+            concerned = about is None or (operation is not None and f'{about}.'.startswith(f'{operation}.'))
+            if layer.policy.strict is not None and concerned:
+                return layer.policy.strict
+        return False
+
+    def _read_environment(self) -> None:
+        layers = self.environment.layers()
+        self._config_draft = None
+        path = os.path.expanduser((self.environment.text('DISPATCH_CONFIG') or '').strip())
+        file = self._read_config(path) if path else None
+        with lock:
+            if self._env_layers is None:  # else another thread was faster
+                self._env_layers, self._env_checked = layers, False
+                if file is not None:
+                    known = self._config_version
+                    # else it says what it said, and what load_policy() has put in its place since stays
+                    if known is None or (known.sha256, known.source) != (file.sha256, file.source):
+                        self._file_versions += 1
+                        self._file = self._config_version = replace(file, version=self._file_versions)
+                elif not path and self._config_version is not None:  # the variable that named it is gone
+                    self._file = None if self._file is self._config_version else self._file
+                    self._config_version = None
+                self.follow_environment()
+                self.push()
+
+    def _read_config(self, path: str) -> PolicyVersion | None:
+        """The file that the environment names. One that cannot be used is an error in the log, and raises if strict; its
+        names are looked up with those of the other variables, when plugins are loaded."""
+        from fla.ops.backends.config import load
+
+        try:
+            self._config_draft = load.read(path)
+            return self._config_draft.version()
+        except (load.PolicyFileError, OSError, ImportError) as error:
+            text = f'{self.environment.name("DISPATCH_CONFIG")}={path!r} is left out: {error}'
+            if self.environment.boolean('STRICT'):
+                raise DispatchError(text) from error
+            logs.once(('policy file', text), logging.ERROR, '%s', text)
+            return None
+
+    def _compose(self) -> State:
+        pinned = next((state for _, _, state in reversed(self.scopes) if state is not None), None)
+        if pinned is not None:
+            return State(pinned.layers, bool(self.traces), pinned.env, self._telemetry())
+        if self.frozen is not None:  # what was in force then, also where a scope has ended since
+            return State(self.frozen.layers, bool(self.traces), self.frozen.env, self._telemetry())
+        layers = [layer for _, layer, _ in reversed(self.scopes)]
+        if self._code is not None:
+            layers.append(self._code)
+        layers += self._env_layers or ()
+        file = None if self._file is None else _file_layer(self._file.policy, self._file.source)
+        layers += [layer for layer in (file, self._measured) if layer is not None]
+        return State(tuple(layers), bool(self.traces), telemetry=self._telemetry())
+
+    def _telemetry(self) -> str:
+        if any(running.timing for running in self.telemetries):
+            return 'time'
+        return 'count' if self.telemetries or self.observers else ''
+
+    def state_with_file(self, policy: Policy | None, name: str = '') -> State:
+        """The state in force, with another policy in the place of the file's; None for no file."""
+        now, file = self.state(), self._file
+        source = '' if file is None else _file_layer(file.policy, file.source).source
+        layers = [layer for layer in now.layers if file is None or layer.policy is not file.policy or layer.source != source]
+        below = [layer for layer in layers if layer is self._measured]
+        above = [layer for layer in layers if layer is not self._measured]
+        own = [] if policy is None else [_file_layer(policy, name)]
+        return replace(now, layers=(*above, *own, *below))
+
+    def state_without_measured(self) -> State:
+        """The state in force but for what was measured."""
+        now = self.state()
+        return replace(now, layers=tuple(layer for layer in now.layers if layer is not self._measured))
+
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers in force, highest first, with their sources."""
+        return self.state().layers
+
+    def kind_of(self, layer: Layer) -> str:
+        """Which layer it is, without the place where it was written."""
+        if layer is self._measured:
+            return 'measured'
+        if self._file is not None and layer.source == _file_layer(self._file.policy, self._file.source).source:
+            return 'policy file'
+        return re.sub(r' at \S+:\d+', '', layer.source)
+
+    def push(self) -> None:
+        """Give every entry point the code for the state that is now in force."""
+        with lock:
+            self._state = self._compose()
+            for entry in self._entries:
+                entry.install(self._state)
+
+    def push_scope(self, token: int, layer: Layer, pinned: State | None = None) -> None:
+        """Enter a scope."""
+        self.state()
+        with lock:
+            self.scopes = (*self.scopes, (token, layer, pinned))
+            self.push()
+
+    def pop_scope(self, token: int) -> None:
+        """Leave a scope, whichever others were entered since."""
+        with lock:
+            self.scopes = tuple(scope for scope in self.scopes if scope[0] != token)
+            self.push()
+
+    def refuse_if_frozen(self, what: str) -> None:
+        """Raise FrozenError while frozen, except for what a lazy load does."""
+        if self.frozen is not None and not self.discovery.is_loading():
+            raise FrozenError(f'cannot {what} while dispatch is frozen; call thaw_dispatch() first')
+
+    # -- code -----------------------------------------------------------------------------------------------------------
+
+    def set_policy(self, policy: Policy) -> Policy | None:
+        """Set the policy of the code layer, for the whole process; returns the one it replaces.
+
+        Raises:
+            UnknownNameError: for an operation or backend that nobody knows.
+            FrozenError: while dispatch is frozen.
+        """
+        if not isinstance(policy, Policy):
+            raise TypeError(f'set_policy() takes a Policy, got {policy!r}')
+        self.refuse_if_frozen('set a policy')
+        self.check_policy(policy)
+        self.state()
+        with lock:
+            old, self._code = self._code, Layer(policy, 'set_policy()')
+            self.push()
+        self.breakers.clear('the policy changed')
+        return old.policy if old else None
+
+    def get_policy(self) -> Policy | None:
+        """The policy of the code layer, None if none is set."""
+        return self._code.policy if self._code else None
+
+    def reset_policy(self) -> None:
+        """Take the policy of the code layer away."""
+        self.refuse_if_frozen('reset the policy')
+        with lock:
+            self._code = None
+            self.push()
+        self.breakers.clear('the policy changed')
+
+    def check_policy(self, policy: Policy) -> None:
+        """Raise UnknownNameError for operations, functions and backends that nobody knows."""
+        named = (*policy.order, *policy.lock)
+        for name in (*([policy.op] if policy.op else []), *(name for name, _ in named)):
+            self.check_operation(name)
+        self._refuse_if_locked(policy)
+        if policy.rules:
+            from fla.ops.backends.config import names
+
+            unknown = list(names.problems(self, {'rules': [rule.to_dict() for rule in policy.rules]}))
+            if unknown:
+                said = [f'{policy.rules[at[1]].place or "a rule of this policy"}: {text}' for at, text in unknown]
+                raise UnknownNameError('; '.join(said))
+        if policy.op:
+            self.check_tokens(policy.tokens(), policy.op)
+        else:
+            listed = {name for name, _ in policy.order}
+            for name, tokens in policy.order:
+                self.check_tokens(tokens, name)
+            self.check_tokens(tuple(t for t in policy.tokens() if not any(t in dict(policy.order)[n] for n in listed)), None)
+
+    def _refuse_if_locked(self, policy: Policy) -> None:
+        """Raise for an order that a lock of the file stands against."""
+        file = self._file
+        for name, _ in file.policy.lock if file is not None else ():
+            named = [key for key, _ in (*policy.order, *policy.lock)]
+            if policy.op and (policy.prefer or policy.rules):
+                named.append(policy.op)
+            if any(f'{key}.'.startswith(f'{name}.') or f'{name}.'.startswith(f'{key}.') for key in named):
+                assert file is not None
+                place = file.policy.place(f'lock.{name}', file.source)
+                raise DispatchError(
+                    f'the order of {name!r} is locked by {place}: only use_backend() and bind() may choose another backend'
+                )
+
+    # -- the file, and what was measured --------------------------------------------------------------------------------
+
+    def read_policy_version(self, path: str | os.PathLike[str]) -> PolicyVersion:
+        """Read a policy file, once, and check it. Changes nothing.
+
+        Raises:
+            PolicyFileError: lists every error with its line.
+            OSError: if the file cannot be read.
+        """
+        from fla.ops.backends.config import load
+
+        draft = load.read(path)
+        return draft.version(draft.unknown(self))
+
+    def read_policy(self, path: str | os.PathLike[str]) -> Policy:
+        """What a policy file says. Arguments and errors as for `read_policy_version`."""
+        return self.read_policy_version(path).policy
+
+    def load_policy(self, path: str | os.PathLike[str]) -> PolicyVersion:
+        """Put a policy file in force as the file layer, in the place of the former one. Errors change nothing.
+
+        Raises:
+            PolicyFileError: lists every error with its line.
+            OSError: if the file cannot be read.
+            FrozenError: while dispatch is frozen.
+        """
+        self.refuse_if_frozen('load a policy file')
+        return self.set_file_policy(self.read_policy_version(path))
+
+    def set_file_policy(self, made: PolicyVersion) -> PolicyVersion:
+        """Put what was read in force. It gets the next number, unless it has been in force before."""
+        self.refuse_if_frozen('change the file layer')
+        self.state()
+        with lock:
+            if not made.version:
+                self._file_versions += 1
+                made = replace(made, version=self._file_versions)
+            before, self._file = self._file, made
+            self.push()
+        if before is None or before.policy != made.policy:
+            self.breakers.clear('the policy changed')
+        return made
+
+    def unload_policy(self) -> None:
+        """Take the file layer away. `refresh()` reads the file that the environment names again."""
+        self.refuse_if_frozen('unload the policy file')
+        self.state()
+        with lock:
+            self._file = self._config_version = None
+            self.push()
+        self.breakers.clear('the policy changed')
+
+    def try_policy(self, policy: Policy, source: str) -> None:
+        """Plan the functions in use as if `policy` were the file layer. Changes nothing.
+
+        Raises:
+            DispatchError: for a function that no backend would be left for.
+        """
+        from fla.ops.backends.config.trial import require_backends
+
+        require_backends(self, self.state_with_file(policy, source), source)
+
+    def policy_version(self) -> PolicyVersion | None:
+        """The version of the file layer in force, None if there is none."""
+        self.state()
+        return self._file
+
+    def set_measured(self, policy: Policy | None, source: str = '') -> None:
+        """Set or take away the lowest layer, which is what was measured (see `measure`)."""
+        self.refuse_if_frozen('change what was measured')
+        self.state()
+        with lock:
+            self._measured = Layer(policy, source) if policy is not None else None
+            self.push()
+
+    def measured_rules(self) -> tuple[Rule, ...]:
+        """What was measured, as rules for one function each."""
+        return self._measured.policy.rules if self._measured is not None else ()
+
+    # -- names in the environment ---------------------------------------------------------------------------------------
+
+    def check_environment_once(self) -> None:
+        """`check_environment`, the first time since the environment was read."""
+        if not self._env_checked and not self.discovery.is_loading():
+            self._env_checked = True
+            try:
+                self.check_environment()
+            except BaseException:
+                self._env_checked = False  # strict: the next call is no better
+                raise
+
+    def check_environment(self) -> None:
+        """Warn of names in the environment that nobody knows. Run after the first plan, when plugins are loaded."""
+        for layer in self._env_layers or ():
+            for name, tokens in layer.policy.order:
+                try:
+                    self.check_operation(name)
+                    unknown = self.unknown_tokens(tokens, name)
+                except Exception as error:
+                    # an operation that cannot be imported is not the business of the call that is being planned
+                    self._environment_problem(layer.source, str(error))
+                    continue
+                for token in unknown:
+                    problem = f'unknown backend {token!r} for {name!r}.'
+                    self._environment_problem(layer.source, problem, self._words(self.operation_of(name)), token)
+            if not layer.policy.order:
+                for token in self.unknown_tokens(layer.policy.tokens(), None):
+                    self._environment_problem(layer.source, f'unknown backend {token!r}.', self._words(None), token)
+        draft = self._config_draft
+        if draft is not None:
+            unknown_there = draft.at(draft.unknown(self))
+            if unknown_there and self.is_strict():
+                raise UnknownNameError(f'{self.environment.name("DISPATCH_CONFIG")}: ' + '\n'.join(unknown_there))
+            for problem in unknown_there:
+                self._environment_problem(self.environment.name('DISPATCH_CONFIG'), problem)
+        toggles = {name for backend in self.backends() for name in self.toggles.variables(backend)}
+        self.environment.warn_unknown(toggles, self.discovery.variables_in_sources)
+
+    def _environment_problem(self, source: str, problem: str, words: set[str] | None = None, token: str = '') -> None:
+        text = f'{source}: {problem}{nearest(token, words) if words and token else ""}'
+        if self.is_strict():
+            raise UnknownNameError(text)
+        logs.warn_once(('environment', text), '%s', text)
