@@ -156,6 +156,29 @@ def _modules(result: Result) -> str:
     )
 
 
+def attention(results: list[Result]) -> str:
+    """Times of attention on GPUs."""
+    return '\n\n'.join(_attention(result) for result in results) or _nothing('benchmarks/attention.py')
+
+
+def _attention(result: Result) -> str:
+    """A row where forward and backward both were refused is left out; what is chosen is marked."""
+    versions = result['versions']
+    stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
+    rows = []
+    for row in result['rows']:
+        if {'forward_ms', 'both_ms'} & row.keys():
+            ratios = [f'{row[key]:.2f}' if key in row else '' for key in ('forward_over_torch', 'both_over_torch')]
+            backend = f'**{row["backend"]}**' if row['chosen'] else row['backend']
+            rows.append([row['case'], ', '.join(map(str, row['shape'])), backend, *_times(row), *ratios])
+    head = ['', 'B, T, S, HQ, H, K, V', 'backend', 'forward ms', 'with backward ms', 'peak MiB', 'largest error']
+    return (
+        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
+        f"{versions['triton']}. `torch` is PyTorch's attention called directly, the last columns are times over its; what "
+        f'`parallel_attn` chooses is in bold.{stopped}\n\n' + table([*head, 'forward', 'with backward'], rows)
+    )
+
+
 def _bandwidth(row: Result, name: str) -> list[str]:
     if f'{name}_ms' not in row:
         return ['refused', '', '']
@@ -201,6 +224,7 @@ PARTS: dict[str, tuple[str | None, Callable[..., str]]] = {
     'breaks': ('compile_breaks', breaks),
     'delta-rules': ('delta_rules', delta_rules),
     'modules': ('modules', modules),
+    'attention': ('attention', attention),
 }
 
 

@@ -57,8 +57,6 @@ def check_parallel(
         raise TypeError(f'window_size must be a whole number or None, got {type(window_size).__name__}')
     if window_size is not None and window_size < 1:
         raise ValueError(f'window_size must be at least 1 (each step sees itself), got {window_size}')
-    if chunk_indices is not None and not isinstance(chunk_indices, torch.Tensor):
-        raise TypeError(f'chunk_indices must be a tensor [chunks, 2], got {type(chunk_indices).__name__}')
     if chunk_indices is not None and (chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2):
         raise ValueError(f'chunk_indices must be [chunks, 2], got shape {list(chunk_indices.shape)}')
     if g is not None:

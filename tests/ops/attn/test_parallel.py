@@ -196,7 +196,7 @@ def test_strides_autocast_compile_and_second_derivatives():
         ({'g': torch.zeros(2, 24, 4).bfloat16()}, TypeError, 'g must be'),
         ({'sink_bias': torch.zeros(2).double()}, ValueError, r'sink_bias must be \[HQ\]'),
         ({'cu_seqlens': torch.tensor([0, 24])}, ValueError, 'batch must be 1'),
-        ({'chunk_indices': [0]}, TypeError, 'chunk_indices must be a tensor'),
+        ({'chunk_indices': [0]}, TypeError, "'chunk_indices' must be a tensor, got list"),
         ({'chunk_indices': torch.zeros(3)}, ValueError, 'chunk_indices must be'),
         ({'q': torch.zeros(2, 1, 4, 8).double(), 'g': torch.zeros(2, 1, 4).double()}, ValueError, 'g needs k to be as long'),
         ({'v': torch.zeros(2, 24, 2, 8, device='meta').double()}, ValueError, "'v' is on meta"),

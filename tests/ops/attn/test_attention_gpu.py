@@ -1,0 +1,190 @@
+"""Attention on a GPU: every backend that can run there against the formula in float64, at sizes that the interpreter is too
+slow for; streams, graph capture, compiled code, other devices."""
+
+import importlib.util
+
+import pytest
+import torch
+
+pytest.importorskip('triton')
+from fla.ops.attn import parallel_attn
+from fla.ops.backends import explain, trace, use_backend
+from tests import bounds
+from tests.ops.attn.attention import BF16, FP16, FP32, check, exact, inputs, results
+
+pytestmark = pytest.mark.gpu
+
+CUDA = {'device': 'cuda'}
+LENS = [0, 0, 1, 130, 130, 300, 333, 333]
+CASES = {
+    'plain': ((), {}, {}),
+    'one head of keys': ((), {'kv_heads': 1}, {'scale': 0.3}),
+    'window of 1': ((), {}, {'window_size': 1}),
+    'window': ((), {}, {'window_size': 70}),
+    'cached': ((), {'queries': 100}, {}),
+    'cached, window': ((), {'queries': 100}, {'window_size': 70}),
+    'one query': ((), {'queries': 1}, {}),
+    'few queries, window, sinks': (('sink_bias',), {'queries': 7}, {'window_size': 70}),
+    'decay': (('g',), {}, {}),
+    'decay, sinks, window': (('g', 'sink_bias'), {}, {'window_size': 70}),
+    'packed': ((), {'batch': 1}, {'cu_seqlens': LENS}),
+    'packed, everything': (('g', 'sink_bias'), {'batch': 1}, {'cu_seqlens': LENS, 'window_size': 70}),
+}
+every_dtype = pytest.mark.parametrize('dtype', [BF16, FP16, FP32], ids=['bf16', 'fp16', 'fp32'])
+
+
+def options_of(options, index=torch.int32):
+    lens = options.get('cu_seqlens')
+    return options if lens is None else {**options, 'cu_seqlens': torch.tensor(lens, device='cuda', dtype=index)}
+
+
+@every_dtype
+@pytest.mark.parametrize('dims', [(128, 128), (64, 64), (256, 256), (192, 128), (100, 72), (16, 16), (1, 5)], ids=str)
+def test_default(dtype, dims):
+    for names, shapes, options in CASES.values():
+        given = inputs(*names, **{'dtype': dtype, 'length': 333, 'dim': dims[0], 'value_dim': dims[1], **CUDA, **shapes})
+        check('default', given, **options_of(options))
+
+
+@every_dtype
+def test_lengths(dtype):
+    for length in (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1024, 2051):
+        given = inputs(
+            'g', 'sink_bias', dtype=dtype, length=length, batch=1, heads=2, kv_heads=1, dim=64, value_dim=64, **CUDA
+        )
+        check('default', given)
+        check('default', given, window_size=200)
+
+
+@pytest.mark.parametrize('strength', [1e-4, 1.0, 20.0, 1000.0])
+@every_dtype
+def test_decays(dtype, strength):
+    given = inputs('g', dtype=dtype, length=600, dim=64, value_dim=64, strength=strength, **CUDA)
+    given['g'] = given['g'].float()
+    check('default', given)
+    given['g'][:, 20:500] *= 1e-3
+    check('default', given)
+
+
+@pytest.mark.parametrize('lens', [[0, 333], [0, *range(1, 71)], [0, 0, 100, 100], [0, 64, 128, 1024]], ids=len)
+def test_packed_sequences(lens):
+    for index in (torch.int32, torch.int64):
+        given = inputs('g', dtype=BF16, batch=1, length=lens[-1], dim=128, value_dim=128, **CUDA)
+        check('default', given, **options_of({'cu_seqlens': lens}, index))
+
+
+@every_dtype
+@pytest.mark.parametrize('dims', [(128, 128), (64, 64), (100, 72)], ids=str)
+def test_sdpa(dtype, dims):
+    for names, shapes, options in CASES.values():
+        if not names:
+            given = inputs(**{'dtype': dtype, 'length': 333, 'dim': dims[0], 'value_dim': dims[1], **CUDA, **shapes})
+            check('sdpa', given, **options_of(options))
+
+
+def test_explain_names_the_kernels_of_pytorch():
+    decision = explain(parallel_attn, **inputs(dtype=BF16, length=64, dim=64, value_dim=64, **CUDA))
+    assert decision.winner == 'sdpa'
+    assert 'flash' in ' '.join(decision['sdpa'].notes)
+
+
+@pytest.mark.parametrize('name', ['flash_attn', 'flash_attn_3', 'flashinfer', 'xformers'])
+@pytest.mark.parametrize('dtype', [BF16, FP16], ids=['bf16', 'fp16'])
+def test_vendors(monkeypatch, name, dtype):
+    """Each package that is installed: what it accepts is right, and something of each kind is accepted."""
+    packages = {'flash_attn_3': 'flash_attn_interface'}
+    if importlib.util.find_spec(packages.get(name, name)) is None:
+        pytest.skip(f'{name} is not installed')
+    variable = {'flashinfer': 'FLA_FLASHINFER_ATTN'}.get(name, f'FLA_{name.upper()}')
+    monkeypatch.setenv(variable, '1')
+    served = set()
+    for case, (names, shapes, options) in CASES.items():
+        sizes = {'batch': 1} if name == 'flashinfer' else {}
+        for dim in (64, 128, 256):
+            made = {'dtype': dtype, 'length': 333, 'dim': dim, 'value_dim': dim, **CUDA, **sizes, **shapes}
+            given, more = inputs(*names, **made), options_of(options)
+            grad = name != 'flashinfer'
+            with use_backend(name, op='attn'), torch.set_grad_enabled(grad):
+                able = explain(parallel_attn, **given, **more)[name]
+            assert able.verdict != 'unavailable', able.reason
+            if able.can_run:
+                check(name, given, grad, **more)
+                served.add(case)
+    assert {'plain', 'one head of keys', 'window', 'cached', 'one query'} <= served
+
+
+def test_large():
+    """More than 2^31 elements of q, whose last rows are as right as the first."""
+    torch.manual_seed(0)
+    if torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip('needs 16 GiB')
+    length, heads, dim = 2**18 + 3, 65, 128
+    q = torch.randn(1, length, heads, dim, device='cuda', dtype=BF16)
+    k = torch.randn(1, length, 1, dim, device='cuda', dtype=BF16)
+    with torch.no_grad(), use_backend('default', op='attn'):
+        o = parallel_attn(q, k, k, window_size=64)
+    tail = {'q': q[:, -5:], 'k': k[:, -200:], 'v': k[:, -200:]}
+    wanted = exact(tail, grad=False, window_size=64)['o']
+    assert bounds.relative_rms(wanted, o[:, -5:]) <= bounds.of_attention('o', BF16)[0]
+
+
+def test_strides_and_same_bits_twice():
+    given = inputs('g', 'sink_bias', dtype=BF16, length=333, dim=64, value_dim=64, **CUDA)
+    strided = {n: x.transpose(0, -1).contiguous().transpose(0, -1) for n, x in given.items()}
+    first, second, third = results('default', given), results('default', given), results('default', strided)
+    for name, x in first.items():
+        assert torch.equal(x, second[name])
+        assert torch.equal(x, third[name])
+
+
+def test_graph_capture_on_another_stream():
+    """A captured forward and backward follow new numbers and new lengths."""
+    given = inputs('g', dtype=BF16, batch=1, length=333, dim=64, value_dim=64, **CUDA)
+    lens = torch.tensor(LENS, device='cuda')
+    leaves = {name: x.requires_grad_() for name, x in given.items()}
+    weights = torch.randn_like(leaves['v']).repeat(1, 1, 2, 1)
+
+    def step():
+        o = parallel_attn(**leaves, cu_seqlens=lens)
+        return [o.detach(), *torch.autograd.grad(o, list(leaves.values()), weights)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in leaves.values():
+            x.copy_(x.flip(1))
+    lens.copy_(torch.tensor([0, 5, 5, 100, 200, 200, 201, 333]))
+    graph.replay()
+    found = [x.clone() for x in captured]
+    assert all(torch.equal(ours, eager) for ours, eager in zip(found, step(), strict=True))
+
+
+@pytest.mark.parametrize('mode', [None, 'reduce-overhead'])
+def test_compiled(mode):
+    given = inputs('g', 'sink_bias', dtype=BF16, length=333, dim=64, value_dim=64, **CUDA)
+    leaves = [x.requires_grad_() for x in given.values()]
+    wanted = results('default', given)
+    compiled = torch.compile(lambda *a: parallel_attn(*a[:4], sink_bias=a[4]), fullgraph=True, mode=mode)
+    weights = torch.randn(wanted['o'].shape, generator=torch.Generator().manual_seed(9)).bfloat16().to('cuda')
+    for _ in range(3):
+        with trace() as recorded:
+            o = compiled(*leaves)
+        assert recorded.last_backend('attn.parallel_attn') == 'default'
+        got = [o.detach().clone(), *(x.clone() for x in torch.autograd.grad(o, leaves, weights))]
+        assert all(torch.equal(x, y) for x, y in zip(got, wanted.values(), strict=True))
+    torch._dynamo.reset()
+
+
+def test_on_a_device_that_is_not_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip('one GPU')
+    given = inputs('g', 'sink_bias', dtype=BF16, length=100, device='cuda:1')
+    assert torch.cuda.current_device() == 0
+    check('default', given)
