@@ -17,7 +17,7 @@ from fla.modules.backends.liger import activations as liger_activations
 from fla.modules.backends.liger import rotary as liger_rotary
 from fla.modules.backends.reference.rotary import ReferenceRotary
 from fla.modules.rotary import rotary_embedding, rotary_embedding_ref
-from fla.ops.backends import default_dispatcher, explain
+from fla.ops.backends import default_dispatcher, explain, on_error
 from tests import bounds
 from tests.ops.vendors import BF16, FP32, H100, fakes, install, pretend, ran
 from tests.vendor_signatures import SIGNATURES, installed
@@ -371,3 +371,23 @@ def rotary_itself(backend, backward):
     with torch.no_grad():
         assert ran(rotary_embedding, 'modules', {**made, 'seqlen_offsets': 5, 'inplace': True})[0] == backend
     assert torch.equal(made['x'], y)
+
+
+def test_a_failure_in_place_is_not_tried_elsewhere(package, monkeypatch):
+    """Half of x may be rotated already."""
+    package('liger')
+
+    def fails(q, k, cos, sin):
+        q.neg_()
+        raise NotImplementedError('half way')
+
+    monkeypatch.setattr(sys.modules['liger_kernel.ops.rope'], 'rope_forward', fails)
+    monkeypatch.setattr(LigerBackend, 'devices', ('cpu',))
+    monkeypatch.setattr(LigerBackend, 'retryable', (NotImplementedError,))
+    monkeypatch.setattr(liger_rotary, '_rotary_in_place', liger_rotary._in_place)
+    default_dispatcher().reset()
+    made = rotary()
+    before = made['x'].clone()
+    with on_error('fallback'), pytest.raises(NotImplementedError, match='half way'):
+        rotary_embedding(**made, inplace=True)
+    assert torch.equal(made['x'], -before)
