@@ -47,14 +47,14 @@ def exact(x, weight, bias, eps):
 def liger_rms_forward(X, W, eps, offset, casting_mode, row_mode):
     assert X.dim() == 2
     assert X.is_contiguous()
-    assert (offset, casting_mode, row_mode) == (0.0, 1, None)
+    assert (offset, casting_mode, row_mode) == (0.0, 1, True)
     scale = torch.rsqrt(X.float().square().mean(-1) + eps)
     return (X.float() * scale[:, None] * W.float()).to(X.dtype), X, scale, 128, 4, casting_mode
 
 
 @takes('liger_kernel.ops.rms_norm.rms_norm_backward')
 def liger_rms_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode):
-    assert (offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode) == (0.0, 1, 128, 4, False, None)
+    assert (offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode) == (0.0, 1, 128, 4, False, True)
     assert dY.shape == X.shape
     assert dY.is_contiguous()
     y, x, weight = exact(X, W, None, 1e-5)

@@ -14,6 +14,9 @@ from fla.ops.common.triton_call import on_device_of
 # Of Liger's casting modes for rms_norm the one that computes in float32 and rounds once. 'llama', its default, rounds the
 # normalized row before the weight multiplies it; 'none' computes in x's dtype. Its number is what backward takes.
 CASTING_MODE = 1
+# A row at a time. Many short rows are otherwise taken in blocks (0.8.5), and to the gradient of the weight a block adds rows
+# beyond the last one, for which a load without a default may give anything.
+ROW_MODE = True
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -24,7 +27,7 @@ def _rms_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
     with on_device_of(x):
         from liger_kernel.ops.rms_norm import rms_norm_forward
 
-        y, _, scale, *_ = rms_norm_forward(_rows(x), weight.contiguous(), eps, 0.0, CASTING_MODE, None)
+        y, _, scale, *_ = rms_norm_forward(_rows(x), weight.contiguous(), eps, 0.0, CASTING_MODE, ROW_MODE)
         return y.view(x.shape), scale
 
 
@@ -39,7 +42,8 @@ def _rms_backward(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dy
 
         # not in place: the gradient that comes in may be somebody else's too
         dx, dweight = rms_norm_backward(
-            _rows(dy), _rows(x), weight.contiguous(), scale, 0.0, CASTING_MODE, *calculate_settings(x.shape[-1]), False, None
+            *(_rows(dy), _rows(x), weight.contiguous(), scale, 0.0, CASTING_MODE),
+            *(*calculate_settings(x.shape[-1]), False, ROW_MODE),
         )
         return dx.view(x.shape), dweight
 
