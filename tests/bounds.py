@@ -136,8 +136,8 @@ def of_norm(dtype: torch.dtype) -> float:
 def of_linear_loss(dtype: torch.dtype, logits: float) -> float:
     """Bound of the relative RMS of the loss and the gradients of a linear map with a cross entropy, whose logits have that
     RMS and are kept in `dtype`: their rounding is off by ROUNDING of them, and so the relative error of a probability, where
-    other gradients, sums over chunks and results are off by ROUNDING of themselves. A rounding's RMS is 0.43 of that, so that
-    1 and 1/2 of these cover it."""
+    other gradients, sums over chunks and results are off by ROUNDING of themselves. A rounding's RMS is 0.43 of that, so
+    that 1 and 1/2 of these cover it."""
     return EXACT[dtype] if dtype in EXACT else ROUNDING[dtype] * (1 + logits / 2)
 
 

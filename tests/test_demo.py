@@ -27,12 +27,12 @@ FUNCTIONS = {
     'fused_recurrent_gated_delta_rule': 'reference',
     'chunk_kda': 'reference',
     'fused_recurrent_kda': 'reference',
-    'causal_conv1d': 'default',
-    'causal_conv1d_update': 'default',
-    'rms_norm': 'default',
-    'rms_norm_gated': 'default',
-    'rotary_embedding': 'default',
-    'swiglu': 'default',
+    'causal_conv1d': 'reference',
+    'causal_conv1d_update': 'reference',
+    'rms_norm': 'reference',
+    'rms_norm_gated': 'reference',
+    'rotary_embedding': 'reference',
+    'swiglu': 'reference',
 }
 
 SETTINGS = Settings(torch.device('cpu'), torch.float32, 1.0, 4, batch=2, length=32, learning_rate=1e-2)
@@ -250,11 +250,11 @@ def test_calls_are_kept_as_they_came(model):
     with Calls() as calls, torch.no_grad():
         model(PROMPT[:, :1], cache)
         model(PROMPT[:, 1:2], cache)
-    assert calls.counters['modules.causal_conv1d_update', 'default'] == 12
-    kept = calls.kept['modules.causal_conv1d_update', 'default']
+    assert calls.counters['modules.causal_conv1d_update', 'reference'] == 12
+    kept = calls.kept['modules.causal_conv1d_update', 'reference']
     assert torch.equal(kept.arguments['cache'], before)
     assert not kept.with_grad
-    found = difference(kept, 'default', SETTINGS)
+    found = difference(kept, 'reference', SETTINGS)
     assert 0 < found.outputs < 1e-6
     assert found.argument == ''
 

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fla.modules.checks import SILU, check_choice, check_floating, check_shape
-from fla.ops.backends import dispatch
+from fla.ops.backends import Verdict, dispatch, runs_on_triton
 from fla.ops.common.checks import check_cu_seqlens
-from fla.ops.common.gates import wide
+from fla.ops.common.triton_call import require_triton
+
+MOST_TAPS = 8  # of the Triton kernels: wider filters take too many registers
+
+
+class ConvolutionOnTriton(runs_on_triton):
+    """float64 is for the reference: the kernels compute in float32."""
+
+    dtypes = {'x': (torch.float16, torch.bfloat16, torch.float32)}
+
+
+class StepOnTriton(ConvolutionOnTriton):
+    """The kernel of one step has no gradient."""
+
+    grad = 'none'
+
+
+def _narrow(weight: torch.Tensor) -> Verdict:
+    if weight.shape[1] > MOST_TAPS:
+        return False, ('the Triton kernels take filters of at most 8 steps, got W = %s', weight.shape[1])
+    return True, None
+
+
+def _step(cache: torch.Tensor, weight: torch.Tensor | None) -> Verdict:
+    if 0 in cache.stride():
+        return False, 'entries of the cache share memory'
+    return (True, None) if weight is None else _narrow(weight)
 
 
 def _check_filter(
@@ -43,7 +68,7 @@ def _check(
     check_shape('initial_state', initial_state, (count, x.shape[2], weight.shape[1]), '[N, D, W]')
 
 
-@dispatch('modules', check=_check)
+@dispatch('modules', check=_check, default_verifier=(ConvolutionOnTriton, _narrow))
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -75,70 +100,11 @@ def causal_conv1d(
     Source: the convolution of Fu et al. 2023, "Hungry Hungry Hippos", arXiv 2212.14052, as used in Gu and Dao 2023, "Mamba",
     arXiv 2312.00752.
     """
-    width = weight.shape[1]
-    before = None if initial_state is None else initial_state.transpose(1, 2)
-    if cu_seqlens is None:
-        history = x.new_zeros(x.shape[0], width, x.shape[2]) if before is None else before
-        inputs = torch.cat([history, x], 1)
-        taps = [inputs[:, 1 + w : 1 + w + x.shape[1]] for w in range(width)]
-        final = inputs[:, x.shape[1] :]
-    else:
-        taps, final = _packed_taps(x, before, cu_seqlens, width)
-    y = _filter(taps, weight, bias, activation)
-    y = (y if residual is None else y + wide(residual)).to(x.dtype)
-    if not output_final_state:
-        return y.contiguous(), None
-    dtype = x.dtype if initial_state is None else initial_state.dtype
-    # a copy: the caller may go on to update it in place
-    return y.contiguous(), final.transpose(1, 2).to(dtype).clone(memory_format=torch.contiguous_format)
+    require_triton('causal_conv1d', x, 'x')
+    from fla.modules.kernels.convolution_autograd import convolution
 
-
-def _filter(
-    taps: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> torch.Tensor:
-    """The sum of taps, each `[..., D]`, by the columns of the weight."""
-    # Rows of a contiguous [W, D] rather than strided columns: 4.8 ms instead of 18 for x [1, 1024, 1536] on one core, and 15
-    # for F.conv1d, which wants the channels first.
-    rows = wide(weight).t().contiguous()
-    y = wide(taps[0]) * rows[0]
-    for tap, row in zip(taps[1:], rows[1:], strict=True):
-        y = torch.addcmul(y, wide(tap), row)
-    y = y if bias is None else y + wide(bias)
-    return y if activation is None else F.silu(y)
-
-
-def _packed_taps(
-    x: torch.Tensor, before: torch.Tensor | None, cu_seqlens: torch.Tensor, width: int
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """For packed sequences: what each filter column is multiplied with, W tensors `[1, T, D]`, and the last W steps of each
-    sequence, `[N, W, D]`. By indices computed on the device; bad `cu_seqlens` give wrong values, no bad reads."""
-    length, count = x.shape[1], cu_seqlens.shape[0] - 1
-    # rows to pick from: the steps, then the initial state's, then a zero
-    steps = [x[0], x.new_zeros(1, x.shape[2])]
-    if before is not None:
-        steps.insert(1, before.reshape(count * width, x.shape[2]))
-    rows = torch.cat(steps)
-    lens = cu_seqlens.long().clamp(0, length)
-    start, end = lens[:-1], lens[1:]
-    sequences = torch.arange(count, device=x.device)
-
-    def pick(sequence: torch.Tensor, first: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """Step `step` of a sequence that begins at `first`; negative steps are in its initial state."""
-        if before is None:
-            past = torch.full_like(step, rows.shape[0] - 1)
-        else:
-            past = length + sequence * width + (width + step).clamp(0, width - 1)
-        return rows[torch.where(step >= 0, (first + step).clamp(max=max(length - 1, 0)), past)]
-
-    time = torch.arange(length, device=x.device)
-    # clamped for the sake of unsorted lengths alone
-    sequence = (torch.searchsorted(end.contiguous(), time, right=True)).clamp(max=max(count - 1, 0))
-    first = start[sequence]
-    step = time - first
-    # a present step is always in its own sequence, and needs no index
-    taps = [pick(sequence, first, step - (width - 1 - w))[None] for w in range(width - 1)]
-    last = (end - start)[:, None] - width + torch.arange(width, device=x.device)
-    return [*taps, x], pick(sequences[:, None], start[:, None], last)
+    y, final = convolution(x, weight, bias, residual, initial_state, cu_seqlens, output_final_state, activation is not None)
+    return y, final
 
 
 def _check_update(
@@ -161,7 +127,7 @@ def _check_update(
     check_shape('cache', cache, (count, channels, weight.shape[1]), '[N, D, W]')
 
 
-@dispatch('modules', check=_check_update, mutates=('cache',))
+@dispatch('modules', check=_check_update, default_verifier=(StepOnTriton, _step), mutates=('cache',))
 def causal_conv1d_update(
     x: torch.Tensor,
     cache: torch.Tensor,
@@ -187,13 +153,10 @@ def causal_conv1d_update(
     Source: as for `causal_conv1d`.
     """
     assert weight is not None  # checked
-    now = x.reshape(-1, x.shape[-1], 1)
-    inputs = torch.cat([cache[..., 1:], now.to(cache.dtype)], -1)
-    # what goes into the sum is x, not x as the cache rounds it
-    taps = [*(inputs[..., w] for w in range(weight.shape[1] - 1)), now[..., 0]]
-    y = _filter(taps, weight, bias, activation).reshape(x.shape)
-    cache.copy_(inputs)
-    return (y if residual is None else y + wide(residual)).to(x.dtype), cache
+    require_triton('causal_conv1d_update', x, 'x')
+    from fla.modules.kernels.convolution_autograd import update
+
+    return update(x, cache, residual, weight, bias, activation is not None), cache
 
 
 class ShortConvolution(nn.Conv1d):

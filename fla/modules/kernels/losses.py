@@ -187,7 +187,7 @@ def cross_entropy(
     process_group: distributed.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cross_entropy_loss` on Triton."""
-    require_triton('cross_entropy_loss', logits)
+    require_triton('cross_entropy_loss', logits, 'logits')
     group = None if process_group is None else process_group.group_name
     cap = 0.0 if logit_softcapping is None else float(logit_softcapping)
     numbers = (float(label_smoothing), float(logit_scale), float(lse_square_scale), cap, ignore_index, group)
@@ -364,7 +364,7 @@ def linear_cross_entropy(
     gradient of the loss is not one number, and not in float16: most gradients of logits are too small for it, until the
     backward brings the factor of a loss scaler.
     """
-    require_triton('fused_linear_cross_entropy_loss', x)
+    require_triton('fused_linear_cross_entropy_loss', x, 'x')
     if under_autocast(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
