@@ -1,0 +1,158 @@
+"""The short convolution on a card: numbers against float64, large tensors, graphs, streams, compiled code, other devices."""
+
+import pytest
+import torch
+
+pytest.importorskip('triton')
+from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.ops.backends import trace
+from tests import bounds
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def on_triton(function, *args, **options):
+    with trace() as recorded:
+        result = function(*args, **options)
+    assert recorded.last_backend(f'modules.{function.__name__}') == 'default'
+    return result
+
+
+def case(batch, length, channels, width, count, dtype, device='cuda'):
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = {
+        'x': (batch, length, channels),
+        'weight': (channels, width),
+        'bias': (channels,),
+        'residual': (batch, length, channels),
+        'initial_state': (count, channels, width),
+    }
+    return {n: torch.randn(shape, device=device, generator=generator).to(dtype) for n, shape in shapes.items()}
+
+
+def compare(arguments, **options):
+    """With the reference, which takes what is float64."""
+    given = {n: t.clone().requires_grad_() for n, t in arguments.items()}
+    exact = {n: t.double().requires_grad_() for n, t in arguments.items()}
+    results = []
+    for inputs, call in ((given, on_triton), (exact, lambda f, **o: f(**o))):
+        y, final = call(causal_conv1d, **inputs, **options)
+        # gradients of the results that every dtype holds exactly
+        generator = torch.Generator(y.device).manual_seed(1)
+        weights = [torch.randint(-8, 9, o.shape, device=o.device, generator=generator).to(o) for o in (y, final)]
+        results.append(((y, final), torch.autograd.grad([y, final], list(inputs.values()), weights)))
+    (got, got_grads), (expected, expected_grads) = results
+    for name, a, b in zip(('y', 'final', *arguments), (*expected, *expected_grads), (*got, *got_grads), strict=True):
+        assert bounds.relative_rms(a.detach(), b.detach()) <= bounds.of_convolution(b.dtype), name
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+@pytest.mark.parametrize('width', [1, 2, 3, 4, 8])
+def test_everything(dtype, packed, width):
+    cu = torch.tensor([0, 0, 1, 4, 137, 139, 1000, 2500, 2500], device='cuda') if packed else None
+    batch, length, count = (1, 2500, 8) if packed else (3, 1100, 3)
+    arguments = case(batch, length, 333, width, count, dtype)
+    compare(arguments, activation='silu', cu_seqlens=cu, output_final_state=True)
+
+
+@pytest.mark.parametrize('channels', [1, 65536])
+def test_channels(channels):
+    compare(case(2, 70, channels, 4, 2, torch.bfloat16), activation='swish', output_final_state=True)
+
+
+def test_more_than_2_31_numbers():
+    x = torch.zeros(1, 70000, 32768, device='cuda', dtype=torch.bfloat16)
+    x[:, -40:] = torch.randn(40, 32768, device='cuda')
+    weight = torch.randn(32768, 4, device='cuda').bfloat16()
+    y, final = on_triton(causal_conv1d, x, weight, output_final_state=True, activation='silu')
+    expected, last = on_triton(causal_conv1d, x[:, -40:], weight, output_final_state=True, activation='silu')
+    assert torch.equal(y[:, -40:], expected)
+    assert torch.equal(final, last)
+    x.requires_grad_()
+    y, _ = on_triton(causal_conv1d, x, weight, activation='silu')
+    (dx,) = torch.autograd.grad(y, x, torch.ones((), device='cuda', dtype=torch.bfloat16).expand_as(y))
+    few = x.detach()[:, -60:].requires_grad_()
+    y, _ = on_triton(causal_conv1d, few, weight, activation='silu')
+    assert torch.equal(dx[:, -40:], torch.autograd.grad(y.sum(), few)[0][:, -40:])
+
+
+def test_the_same_bits():
+    cu = torch.tensor([0, 700, 5000], device='cuda', dtype=torch.int32)
+
+    def all_of_it():
+        given = {n: t.requires_grad_() for n, t in case(1, 5000, 512, 4, 2, torch.bfloat16).items()}
+        y, final = causal_conv1d(**given, output_final_state=True, activation='silu', cu_seqlens=cu)
+        return y, final, *torch.autograd.grad(y.float().square().sum() + final.float().sum(), list(given.values()))
+
+    for a, b in zip(all_of_it(), all_of_it(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_graph_and_stream():
+    """A captured graph follows new lengths, and updates its cache."""
+    given = {n: t.requires_grad_() for n, t in case(1, 600, 96, 4, 3, torch.bfloat16).items()}
+    cu = torch.tensor([0, 100, 200, 600], device='cuda')
+    cache, step = torch.zeros(5, 96, 4, device='cuda'), torch.randn(5, 96, device='cuda')
+    weight = given['weight'].detach().float()
+
+    def all_of_it():
+        y, final = causal_conv1d(**given, output_final_state=True, activation='silu', cu_seqlens=cu)
+        return y, final, *torch.autograd.grad(y.float().square().sum() + final.float().sum(), list(given.values()))
+
+    def decode():
+        with torch.no_grad():
+            return causal_conv1d_update(step, cache, None, weight, None, 'silu')[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        all_of_it(), decode()
+    torch.cuda.current_stream().wait_stream(stream)
+    cache.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, decoded = all_of_it(), decode()
+    cu.copy_(torch.tensor([0, 0, 17, 600]))
+    for _ in range(2):
+        graph.replay()
+    for a, b in zip(all_of_it(), captured, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(cache[:, :, 2:], step[:, :, None].expand(5, 96, 2))
+    cache.zero_()
+    decode()
+    assert torch.equal(decode(), decoded)
+
+
+def test_no_synchronisation():
+    given = case(1, 600, 96, 4, 2, torch.bfloat16)
+    given = {n: t.requires_grad_() for n, t in given.items()}
+    cu = torch.tensor([0, 100, 600], device='cuda')
+    torch.cuda.set_sync_debug_mode('error')
+    try:
+        y, final = causal_conv1d(**given, output_final_state=True, activation='silu', cu_seqlens=cu)
+        torch.autograd.grad(y.sum() + final.sum(), list(given.values()))
+    finally:
+        torch.cuda.set_sync_debug_mode('default')
+
+
+@pytest.mark.parametrize('mode', ['default', 'reduce-overhead'])
+def test_compiled(mode):
+    given = case(2, 300, 96, 4, 2, torch.bfloat16)
+    inputs = [t.requires_grad_() for t in given.values()]
+
+    def call(x, weight, bias, residual, state):
+        y, final = causal_conv1d(x * 2, weight, bias, residual, state, True, 'silu')
+        return y.float().square().sum() + final.float().sum()
+
+    compiled = torch.compile(call, fullgraph=True, mode=mode)
+    wanted = torch.autograd.grad(call(*inputs), inputs)
+    for _ in range(3):
+        for a, b in zip(wanted, torch.autograd.grad(compiled(*inputs), inputs), strict=True):
+            assert bounds.relative_rms(a, b) <= 2 * bounds.of_convolution(torch.bfloat16)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason='one GPU')
+def test_on_another_device():
+    compare(case(2, 70, 64, 4, 2, torch.bfloat16, 'cuda:1'), activation='silu', output_final_state=True)

@@ -1,0 +1,271 @@
+"""The Triton kernels of the short convolution, interpreted and compiled."""
+
+import pytest
+import torch
+
+pytest.importorskip('triton')
+from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.kernels.convolution import launch_backward, launch_forward, launch_update
+from fla.ops.backends import trace
+from tests import bounds
+from tests.triton_support.compile_only import compile_only
+
+from .oracle import tensor
+from .test_convolution import oracle
+
+KERNEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def on_triton(function, *args, **options):
+    with trace() as recorded:
+        result = function(*args, **options)
+    assert recorded.last_backend(f'modules.{function.__name__}') == 'default'
+    return result
+
+
+def against_the_formula(arguments, bounds_of, **options):
+    """y, the final state and all gradients, of one loss that weighs both results."""
+    results = []
+    for call, wide in ((causal_conv1d, False), (oracle, True)):
+        given = {n: (t.detach().double() if wide else t.detach()).requires_grad_() for n, t in arguments.items()}
+        out = call(**given, **options) if wide else on_triton(call, **given, **options)
+        out = [one for one in out if one is not None][: 2 if options['output_final_state'] else 1]
+        weights = [tensor(*one.shape, seed=[77 + i]) for i, one in enumerate(out)]
+        loss = sum((one.double() * weight).sum() for one, weight in zip(out, weights, strict=True))
+        results.append((out, torch.autograd.grad(loss, list(given.values()), allow_unused=True)))
+    (got, got_grads), (expected, expected_grads) = results
+    for a, b in zip(expected, got, strict=True):
+        assert bounds.relative_rms(a.detach(), b.detach()) <= bounds_of(b.dtype)
+    for name, a, b in zip(arguments, expected_grads, got_grads, strict=True):
+        assert b.dtype == arguments[name].dtype
+        if a is None:
+            assert not b.any()
+        else:
+            assert bounds.relative_rms(a, b) <= bounds_of(b.dtype), name
+    return got
+
+
+def bound(dtype):
+    return bounds.of_convolution(dtype)
+
+
+def tensors(batch, length, channels, width, count, dtype, *, every=True):
+    shapes = {'x': (batch, length, channels), 'weight': (channels, width)}
+    if every:
+        shapes |= {
+            'bias': (channels,),
+            'residual': (batch, length, channels),
+            'initial_state': (count, channels, width),
+        }
+    return {name: tensor(*shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ('width', 'dtype'), [*((w, torch.float32) for w in (1, 2, 3, 4, 8)), (4, torch.bfloat16), (4, torch.float16)], ids=str
+)
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+def test_everything(packed, width, dtype):
+    more = 90 if dtype == torch.float32 and width == 4 else 0  # steps: of two tiles of the backward
+    cu = torch.tensor([0, 0, 1, 4, 37 + more, 39 + more, 50 + more, 50 + more]) if packed else None
+    batch, length, count = (1, 50 + more, 7) if packed else (2, 40 + more, 2)
+    arguments = tensors(batch, length, 5, width, count, dtype)
+    y, final = against_the_formula(arguments, bound, activation='silu', cu_seqlens=cu, output_final_state=True)
+    assert y.dtype == final.dtype == dtype
+    assert y.is_contiguous()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+@pytest.mark.parametrize('activation', [None, 'swish'])
+@pytest.mark.parametrize('length', [1, 3, 33])
+def test_little(packed, activation, length):
+    cu = torch.tensor([0, length], dtype=torch.int32) if packed else None
+    for every, output_final_state in ((False, False), (False, True), (True, False)):
+        arguments = tensors(1, length, 3, 4, 1, torch.float32, every=every)
+        options = {'activation': activation, 'cu_seqlens': cu, 'output_final_state': output_final_state}
+        against_the_formula(arguments, bound, **options)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+def test_many_sequences_and_channels(packed):
+    cu = torch.arange(0, 31, 2) if packed else None
+    arguments = tensors(1 if packed else 2, 30, 70, 4, 15 if packed else 2, torch.bfloat16)
+    against_the_formula(arguments, bound, activation='silu', cu_seqlens=cu, output_final_state=True)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+def test_nothing(packed):
+    cu = torch.zeros(3, dtype=torch.int64) if packed else None
+    x, weight = torch.zeros(1 if packed else 2, 0, 3, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+    state = torch.randn(2, 3, 4, requires_grad=True)
+    y, final = on_triton(causal_conv1d, x, weight, None, None, state, True, 'silu', cu)
+    assert y.shape == x.shape
+    assert torch.equal(final, state)
+    gradients = torch.autograd.grad((final * 2).sum() + y.sum(), (x, weight, state))
+    assert gradients[0].shape == x.shape
+    assert not gradients[1].any()
+    assert (gradients[2] == 2).all()
+    y, final = on_triton(causal_conv1d, torch.zeros(0, 5, 3), weight, output_final_state=True)
+    assert (y.shape, final.shape) == ((0, 5, 3), (0, 3, 4))
+    y, _ = on_triton(causal_conv1d, torch.zeros(2, 5, 0), weight[:0])
+    assert y.shape == (2, 5, 0)
+
+
+@pytest.mark.interpreted
+def test_strides_broadcast_and_mixed_dtypes():
+    weight, state = tensor(4, 3, dtype=torch.float32).t()[:, :4], tensor(2, 4, 3, dtype=torch.float32).transpose(1, 2)
+    bias = tensor(6, dtype=torch.float32)[::2]
+    dense = tensor(2, 9, 6, dtype=torch.bfloat16)
+    for x in (
+        dense[:, :, 1:4],
+        dense[:, :, ::2],
+        dense[:1, :, :3].expand(2, 9, 3),
+        dense[:, :1, :3].expand(2, 9, 3),
+        tensor(3, 9, 2, dtype=torch.bfloat16).permute(2, 1, 0),
+    ):
+        arguments = {'x': x, 'weight': weight, 'bias': bias, 'residual': x.float(), 'initial_state': state}
+        y, final = on_triton(causal_conv1d, **arguments, output_final_state=True, activation='silu')
+        assert (y.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+        wide = {name: one.double() for name, one in arguments.items()}
+        expected, last = oracle(**wide, activation='silu')
+        assert bounds.relative_rms(expected, y) <= bound(torch.bfloat16)
+        assert torch.equal(last.float(), final)
+
+
+@pytest.mark.interpreted
+def test_broadcast_gradient():
+    arguments = tensors(2, 40, 3, 4, 2, torch.float32)
+    given = {name: one.requires_grad_() for name, one in arguments.items()}
+    exact = {name: one.detach().double().requires_grad_() for name, one in arguments.items()}
+    y, expected = on_triton(causal_conv1d, **given)[0], oracle(**exact)[0]
+    for a, b in zip(
+        torch.autograd.grad(expected.sum(), list(exact.values())),
+        torch.autograd.grad(y.sum(), list(given.values())),
+        strict=True,
+    ):
+        assert bounds.relative_rms(a, b) <= bound(torch.float32)
+
+
+@pytest.mark.interpreted
+def test_no_neighbour_is_seen():
+    """Infinite steps reach nobody in another sequence, in either direction."""
+    cu, x = torch.tensor([0, 5, 9, 20]), torch.randn(1, 20, 3)
+    x[0, 5:9] = float('inf')
+    x.requires_grad_()
+    weight = torch.randn(3, 4)
+    y, _ = on_triton(causal_conv1d, x, weight, cu_seqlens=cu, activation='silu')
+    (dx,) = torch.autograd.grad(y[:, :5].sum() + y[:, 9:].sum(), x)
+    others = [0, 1, 2, 3, 4, *range(9, 20)]
+    assert y[:, others].isfinite().all()
+    assert dx[:, others].isfinite().all()
+
+
+@pytest.mark.interpreted
+def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
+    import fla.ops.common.checks as checks
+
+    monkeypatch.setattr(checks, '_readable', lambda lens: False)  # as for lengths on a device
+    for lens in ([0, 99], [0, -3, 4], [5, 2, 6], [-9, -9, -9], [50, 60, 70]):
+        x, lens = tensor(1, 6, 3, dtype=torch.float32).requires_grad_(), torch.tensor(lens)
+        state = torch.randn(len(lens) - 1, 3, 4, requires_grad=True)
+        y, final = on_triton(causal_conv1d, x, torch.randn(3, 4), None, None, state, True, 'silu', lens)
+        dx, dstate = torch.autograd.grad(y.sum() + final.sum(), (x, state))
+        for one in (y, final, dx, dstate):
+            assert one.isfinite().all()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('dtype', KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize(('layout', 'width'), [('n', 1), ('batch', 2), ('packed', 4), ('n', 7)])
+def test_update(dtype, layout, width):
+    x, residual = tensor(3, 1, 300, dtype=dtype), tensor(3, 1, 300, dtype=dtype)
+    weight, bias = tensor(300, width, dtype=dtype), tensor(300, dtype=dtype)
+    shape = {'n': (3, 300), 'batch': (3, 1, 300), 'packed': (1, 3, 300)}[layout]
+    for cache in (
+        tensor(3, 300, width, dtype=dtype),
+        tensor(3, width, 300, dtype=torch.float32).transpose(1, 2),
+        tensor(3, 2, 300, width + 2, dtype=dtype)[:, 1, :, 1 : 1 + width],
+    ):
+        expected, state = oracle(*(t.double() for t in (x, weight, bias, residual, cache)), activation='silu')
+        with torch.no_grad():
+            y, after = on_triton(
+                causal_conv1d_update, x.reshape(shape), cache, residual.reshape(shape), weight, bias, 'silu'
+            )
+        assert (y.shape, y.dtype) == (shape, dtype)
+        assert after is cache
+        assert bounds.relative_rms(expected.reshape(shape), y) <= bound(dtype)
+        assert torch.equal(state.to(cache.dtype), cache)
+
+
+@pytest.mark.interpreted
+def test_who_serves():
+    """What the kernels do not take goes to the reference."""
+    x, cache, weight = torch.randn(2, 3), torch.zeros(2, 3, 4), torch.randn(3, 4)
+    wide, wide_cache = torch.randn(3, 9), torch.zeros(2, 3, 9)
+    for arguments, served in (
+        ((x, cache, None, weight), 'default'),
+        ((x, cache, None, weight.clone().requires_grad_()), 'reference'),
+        ((x.double(), cache, None, weight), 'reference'),
+        ((x, wide_cache, None, wide), 'reference'),
+    ):
+        with trace() as recorded:
+            causal_conv1d_update(*arguments)
+        assert recorded.last_backend('modules.causal_conv1d_update') == served
+    for width, dtype, served in (
+        (8, torch.float32, 'default'),
+        (9, torch.float32, 'reference'),
+        (4, torch.float64, 'reference'),
+    ):
+        with trace() as recorded:
+            causal_conv1d(torch.randn(1, 5, 3, dtype=dtype), torch.randn(3, width))
+        assert recorded.last_backend('modules.causal_conv1d') == served
+
+
+@pytest.mark.interpreted
+def test_compiled():
+    cu = torch.tensor([0, 3, 8])
+    x, weight, state = torch.randn(1, 8, 3), torch.randn(3, 4), torch.randn(2, 3, 4)
+    inputs = [one.requires_grad_() for one in (x, weight, state)]
+
+    def call(x, weight, state):
+        y, final = causal_conv1d(x * 2, weight, None, x, state, True, 'silu', cu)
+        return y.square().sum() + final.sum()
+
+    expected, got = call(*inputs), torch.compile(call, fullgraph=True, backend='aot_eager')(*inputs)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(torch.autograd.grad(got, inputs), torch.autograd.grad(expected, inputs))
+    with pytest.raises(RuntimeError, match='create_graph=True reached the backward of fla::causal_conv1d'):
+        torch.autograd.grad(call(*inputs), inputs, create_graph=True)
+
+    def step(x, cache):
+        return causal_conv1d_update(x, cache, None, weight.detach(), None, 'silu')[0]
+
+    caches = [torch.ones(2, 3, 4), torch.ones(2, 3, 4)]
+    now = torch.randn(2, 3)
+    torch.testing.assert_close(
+        torch.compile(step, fullgraph=True, backend='aot_eager')(now, caches[0]), step(now, caches[1])
+    )
+    assert torch.equal(*caches)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+def test_compiles(capability, packed):
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device='meta')
+
+    x, weight, cu = empty(1, 999, 1536), empty(1536, 4), empty(4, dtype=torch.int32) if packed else None
+    state, bias = empty(3 if packed else 1, 1536, 4), empty(1536)
+    with compile_only(capability) as compiled:
+        for more in ((None, None), (bias, state)):
+            launch_forward(x, weight, more[0], None, more[1], cu, more[1] is not None, True)
+            launch_backward(x, weight, *more, cu, True, x, more[1])
+        if not packed:
+            launch_backward(x, empty(1536, 8), None, None, cu, True, x, None)
+        launch_update(x[:, 0], empty(1, 1536, 4), None, weight, None, True)
+    print(*compiled, sep='\n')
+    assert all(one.spilled <= 64 for one in compiled)

@@ -1,0 +1,153 @@
+"""Cross entropies on a card: numbers against float64, large vocabularies, graphs, streams, compiled code, other devices."""
+
+import pytest
+import torch
+
+pytest.importorskip('triton')
+from fla.modules.fused_cross_entropy import cross_entropy_loss
+from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+from fla.ops.backends import trace
+from tests import bounds
+
+from .losses import OPTIONS, gradients
+from .oracle import error
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def on_triton(function, *args, **options):
+    with trace() as recorded:
+        result = function(*args, **options)
+    assert recorded.last_backend(f'modules.{function.__name__}') == 'default'
+    return result
+
+
+def case(rows, classes, dtype, ignored=3):
+    generator = torch.Generator('cuda').manual_seed(0)
+    logits = (torch.randn(rows, classes, device='cuda', generator=generator) * 2).to(dtype)
+    target = torch.randint(classes, (rows,), device='cuda', generator=generator)
+    target[:ignored] = -100
+    return logits, target
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize('classes', [1, 1000, 50257, 256000])
+def test_cross_entropy(dtype, options, classes):
+    logits, target = case(64, classes, dtype)
+    options = {**options, 'lse_square_scale': 1e-3, 'ignore_index': -100}
+    given, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    losses, _ = on_triton(cross_entropy_loss, given, target, **options)
+    expected, _ = cross_entropy_loss(exact, target, **options)  # float64: the reference
+    assert error(expected, losses) <= bounds.EXACT[torch.float32]
+    weights = torch.linspace(1, 2, 64).double()
+    (got,), (wanted,) = gradients(losses, weights, given), gradients(expected, weights, exact)
+    floor = 1e-2 if classes == 1 else 0
+    assert bounds.relative_rms(wanted, got, floor) <= bounds.of_reference(dtype)[0]
+
+
+def test_more_than_2_31_numbers():
+    rows, classes = 9000, 256000
+    logits = torch.randn(1, classes, device='cuda', dtype=torch.bfloat16).expand(rows, classes)
+    target = torch.randint(classes, (rows,), device='cuda')
+    target[-1] = target[0]
+    losses, _ = on_triton(cross_entropy_loss, logits, target)
+    assert losses[-1] == losses[0]
+    logits = logits.contiguous().requires_grad_()
+    losses, _ = on_triton(cross_entropy_loss, logits, target)
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    assert torch.equal(gradient[-1], gradient[0])
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('reduction', ['mean', 'none'])
+def test_linear(dtype, reduction):
+    _, target = case(1000, 5003, dtype)
+    x, weight, bias = (torch.randn(*shape, device='cuda') for shape in ((1000, 64), (5003, 64), (5003,)))
+    tensors = [(x / 4).to(dtype), weight.to(dtype), bias.to(dtype)]
+    given, exact = [t.clone().requires_grad_() for t in tensors], [t.double().requires_grad_() for t in tensors]
+    loss = on_triton(fused_linear_cross_entropy_loss, given[0], target, *given[1:], reduction=reduction)
+    expected = fused_linear_cross_entropy_loss(exact[0], target, *exact[1:], reduction=reduction)
+    bound = bounds.of_linear_loss(dtype, 2.3)
+    assert error(expected, loss) <= bound
+    weights = torch.linspace(1, 2, loss.numel(), device='cuda').double().reshape(loss.shape) * 512
+    for wanted, got in zip(gradients(expected, weights, exact), gradients(loss, weights, given), strict=True):
+        assert error(wanted, got) <= bound
+
+
+def test_logits_never_exist_whole():
+    rows, classes, D = 8192, 128000, 256
+    x = torch.randn(rows, D, device='cuda', dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(classes, D, device='cuda', dtype=torch.bfloat16) / 16).requires_grad_()
+    target = torch.randint(classes, (rows,), device='cuda')
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    on_triton(fused_linear_cross_entropy_loss, x, target, weight).backward()
+    assert torch.cuda.max_memory_allocated() - before < 0.3 * rows * classes * 2
+
+
+def test_the_same_bits():
+    logits, target = case(512, 50257, torch.bfloat16)
+    x, weight = torch.randn(512, 64, device='cuda').bfloat16(), torch.randn(5000, 64, device='cuda').bfloat16()
+
+    def all_of_it():
+        inputs = [t.clone().requires_grad_() for t in (logits, x, weight)]
+        losses, _ = cross_entropy_loss(inputs[0], target)
+        loss = fused_linear_cross_entropy_loss(inputs[1], target % 5000, inputs[2])
+        return losses, loss, *torch.autograd.grad(losses.sum() + loss, inputs)
+
+    for a, b in zip(all_of_it(), all_of_it(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_graph_and_stream():
+    logits, target = case(128, 32000, torch.bfloat16)
+    x, weight = torch.randn(128, 64, device='cuda').bfloat16(), torch.randn(5000, 64, device='cuda').bfloat16()
+    inputs = [t.requires_grad_() for t in (logits, x, weight)]
+
+    def all_of_it():
+        losses, _ = cross_entropy_loss(inputs[0] * 1, target, inplace_backward=True)
+        loss = fused_linear_cross_entropy_loss(inputs[1], target % 5000, inputs[2])
+        return losses, *torch.autograd.grad(losses.sum() + loss, inputs)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        all_of_it()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = all_of_it()
+    with torch.no_grad():
+        logits.mul_(0.5)
+        target.copy_(target.roll(1))
+    graph.replay()
+    for a, b in zip(all_of_it(), captured, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize('mode', ['default', 'reduce-overhead'])
+def test_compiled(mode):
+    logits, target = case(128, 3200, torch.bfloat16)
+    x, weight = torch.randn(128, 64, device='cuda').bfloat16(), torch.randn(3200, 64, device='cuda').bfloat16()
+    inputs = [t.requires_grad_() for t in (logits, x, weight)]
+
+    def both(logits, x, weight):
+        losses, _ = cross_entropy_loss(logits * 2, target, inplace_backward=True)
+        return losses.sum() + fused_linear_cross_entropy_loss(x, target, weight)
+
+    compiled = torch.compile(both, fullgraph=True, mode=mode)
+    wanted = torch.autograd.grad(both(*inputs), inputs)
+    for _ in range(3):
+        for a, b in zip(wanted, torch.autograd.grad(compiled(*inputs), inputs), strict=True):
+            assert error(a, b) <= bounds.ROUNDING[torch.bfloat16]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason='one GPU')
+def test_on_another_device():
+    logits, target = (one.to('cuda:1') for one in case(64, 1000, torch.bfloat16))
+    losses, _ = on_triton(cross_entropy_loss, logits.requires_grad_(), target)
+    losses.sum().backward()
+    expected, _ = cross_entropy_loss(logits.double(), target)
+    assert error(expected, losses) <= bounds.EXACT[torch.float32]
