@@ -180,6 +180,18 @@ def test_linear_under_autocast(dtype):
 
 
 @pytest.mark.interpreted
+def test_backward_of_float32_within_autocast():
+    """What was computed in float32 has its gradients in float32."""
+    leaves = [tensor(*shape, dtype=torch.float32, grad=True) for shape in ((3, 6), (3, 6), (5, 6))]
+    o = swiglu_linear(*leaves, None)
+    outside = torch.autograd.grad(o.sum(), leaves, retain_graph=True)
+    with torch.autocast('cpu', torch.bfloat16):
+        within = torch.autograd.grad(o.sum(), leaves)
+    for a, b in zip(outside, within, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.interpreted
 def test_compiled_under_autocast():
     x, y = (tensor(3, 6, dtype=torch.float32, grad=True) for _ in range(2))
     weight = tensor(5, 6, dtype=torch.float32, grad=True)
