@@ -88,14 +88,24 @@ def test_explain_names_the_kernels_of_pytorch():
     assert 'flash' in ' '.join(decision['sdpa'].notes)
 
 
-@pytest.mark.parametrize('name', ['flash_attn', 'flash_attn_3', 'flashinfer', 'xformers'])
+MOST = {'plain', 'one head of keys', 'window', 'cached', 'one query'}
+PACKED = {'packed', 'plain', 'window'}
+VENDORS = {
+    'flash_attn': ('flash_attn', 'FLA_FLASH_ATTN', MOST | PACKED),
+    'flash_attn_3': ('flash_attn_interface', 'FLA_FLASH_ATTN_3', MOST | PACKED),
+    'flashinfer': ('flashinfer', 'FLA_FLASHINFER_ATTN', MOST),
+    'xformers': ('xformers', 'FLA_XFORMERS', MOST),
+    'torch_varlen': ('torch.nn.attention.varlen', 'FLA_TORCH_VARLEN', PACKED),
+}
+
+
+@pytest.mark.parametrize('name', VENDORS)
 @pytest.mark.parametrize('dtype', [BF16, FP16], ids=['bf16', 'fp16'])
 def test_vendors(monkeypatch, name, dtype):
     """Each package that is installed: what it accepts is right, and something of each kind is accepted."""
-    packages = {'flash_attn_3': 'flash_attn_interface'}
-    if importlib.util.find_spec(packages.get(name, name)) is None:
-        pytest.skip(f'{name} is not installed')
-    variable = {'flashinfer': 'FLA_FLASHINFER_ATTN'}.get(name, f'FLA_{name.upper()}')
+    package, variable, wanted = VENDORS[name]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f'{package} is not installed')
     monkeypatch.setenv(variable, '1')
     served = set()
     for case, (names, shapes, options) in CASES.items():
@@ -104,13 +114,13 @@ def test_vendors(monkeypatch, name, dtype):
             made = {'dtype': dtype, 'length': 333, 'dim': dim, 'value_dim': dim, **CUDA, **sizes, **shapes}
             given, more = inputs(*names, **made), options_of(options)
             grad = name != 'flashinfer'
-            with use_backend(name, op='attn'), torch.set_grad_enabled(grad):
+            with torch.set_grad_enabled(grad):
                 able = explain(parallel_attn, **given, **more)[name]
             assert able.verdict != 'unavailable', able.reason
             if able.can_run:
                 check(name, given, grad, **more)
                 served.add(case)
-    assert {'plain', 'one head of keys', 'window', 'cached', 'one query'} <= served
+    assert wanted <= served
 
 
 def test_large():

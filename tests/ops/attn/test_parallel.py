@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from fla.ops.attn import parallel_attn
+from fla.ops.attn.backends import sdpa
 from fla.ops.attn.naive import naive_parallel_attn
 from fla.ops.attn.parallel import parallel_attn as same
 from fla.ops.backends import NoBackendError, explain, trace, use_backend
 from tests import bounds
 from tests.ops.attn.attention import BF16, FP16, FP32, FP64, inputs
+from tests.ops.vendors import fakes
 
 CU = torch.tensor([0, 0, 1, 9, 24])
 
@@ -125,6 +127,27 @@ def test_preference_on_a_gpu(names, shapes, options, winner, why):
     decision = explain(parallel_attn, **given, **options, platform='h100')
     assert decision.winner == winner
     assert decision['sdpa'].reason is None if why is None else why in decision['sdpa'].reason
+
+
+def test_explain_says_what_a_backend_says_of_itself(monkeypatch):
+    """Which of PyTorch's kernels take the call; here for a GPU that is not there."""
+    monkeypatch.setattr(sdpa, '_on_gpu', lambda q: True)
+    for able in ({'cudnn', 'flash'}, set()):
+        for name in ('cudnn', 'flash', 'efficient'):
+            monkeypatch.setattr(
+                torch.backends.cuda, f'can_use_{name}_attention', lambda call, debug, yes=name in able: yes, raising=False
+            )
+        (note,) = explain(parallel_attn, **inputs(), window_size=5)['sdpa'].notes
+        assert note == ('PyTorch takes one of its kernels cudnn, flash' if able else "PyTorch takes its kernel 'math'")
+    assert explain(parallel_attn, **inputs('g'))['sdpa'].notes == ()
+
+
+@pytest.mark.parametrize('names', [(), ('g', 'sink_bias')])
+def test_the_default_on_fake_tensors(names):
+    """Shapes without a GPU, as compiled code asks for them."""
+    pytest.importorskip('triton')
+    o = parallel_attn.bind(backend='default')(**fakes(inputs(*names, dtype=BF16)))
+    assert (o.shape, o.dtype, o.device.type) == ((2, 24, 4, 6), BF16, 'cuda')
 
 
 def test_the_default_says_what_it_needs():

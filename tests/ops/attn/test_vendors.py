@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from fla.ops.attn import parallel_attn
+from fla.ops.attn.backends import varlen
 from fla.ops.attn.backends.flash_attn import FlashAttention2Backend, FlashAttention3Backend
 from fla.ops.attn.backends.flashinfer import FlashInferBackend
+from fla.ops.attn.backends.varlen import TorchVarlenBackend
 from fla.ops.attn.backends.xformers import XFormersBackend
 from fla.ops.attn.naive import naive_parallel_attn
 from fla.ops.backends import default_dispatcher, explain
@@ -240,6 +242,56 @@ def test_old_versions(monkeypatch, tmp_path, name, version, reason):
     decision = explain(parallel_attn, **given())
     assert decision[name].verdict == 'unavailable'
     assert reason in decision[name].reason
+
+
+def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert (max_q, window_size[1]) == (max_k, 0)
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    window = None if window_size[0] == -1 else window_size[0] + 1
+    return naive_parallel_attn(q[None], k[None], v[None], None, scale, window, cu_seq_q)[0]
+
+
+@pytest.mark.parametrize('case', ['plain', 'scaled, equal heads', 'window', 'packed', 'packed, window'])
+def test_packed_attention_of_pytorch(monkeypatch, case):
+    module = types.ModuleType('torch.nn.attention.varlen')
+    module.varlen_attn = varlen_attn
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    shapes, options = OPTIONS[case]
+    tensors = given(**shapes)
+    o = TorchVarlenBackend().parallel_attn(**tensors, **options)
+    assert o.is_contiguous()
+    assert torch.equal(o, naive_parallel_attn(**tensors, **options))
+
+
+@pytest.mark.parametrize(
+    ('shapes', 'options', 'verdict', 'reason'),
+    [
+        ({}, {'window_size': 5}, 'chosen', None),
+        ({'batch': 1}, {'cu_seqlens': CU}, 'chosen', None),
+        ({}, {}, 'demoted', 'needs no mask'),
+        ({'value_dim': 16}, {'window_size': 5}, 'rejected', '8 and 16'),
+        ({'dim': 12, 'value_dim': 12}, {'window_size': 5}, 'rejected', '12'),
+        ({'queries': 5}, {'window_size': 5}, 'rejected', '5 and 24'),
+        ({'length': 0}, {'window_size': 5}, 'rejected', 'there are no steps'),
+        ({'dtype': FP32}, {'window_size': 5}, 'rejected', 'float32'),
+        ({}, {'sink_bias': torch.zeros(4)}, 'rejected', 'sink_bias'),
+    ],
+)
+def test_what_packed_attention_of_pytorch_takes(monkeypatch, shapes, options, verdict, reason):
+    monkeypatch.setattr(TorchVarlenBackend, 'is_available', classmethod(lambda cls: (True, None)))
+    monkeypatch.setenv('FLA_TORCH_VARLEN', '1')
+    pretend(monkeypatch, H100)
+    found = explain(parallel_attn, **given(**shapes), **options, platform='h100')['torch_varlen']
+    assert found.verdict == verdict
+    assert reason is None or reason in found.reason
+
+
+def test_old_pytorch(monkeypatch):
+    monkeypatch.setattr(varlen, '_parameters', lambda: frozenset({'query', 'is_causal', 'scale'}))
+    verdict, reason = TorchVarlenBackend.is_available()
+    assert not verdict
+    assert 'enable_gqa, window_size' in reason[0] % reason[1:]
 
 
 def test_gpus():

@@ -82,7 +82,7 @@ class SDPABackend(BaseBackend):
 
 def notes_of(q: Any, k: Any, v: Any, window_size: int | None, cu_seqlens: torch.Tensor | None) -> Sequence[str]:
     """Which of PyTorch's kernels take a call on this GPU, as far as PyTorch says without running it."""
-    if not isinstance(q, torch.Tensor) or type(q) not in (torch.Tensor, torch.nn.Parameter) or not q.is_cuda:
+    if not _on_gpu(q):
         return ()
     masked = cu_seqlens is not None or (q.shape[1] != 1 and (window_size is not None or q.shape[1] != k.shape[1]))
     mask = visible(q, k, window_size, cu_seqlens) if masked else None
@@ -96,3 +96,8 @@ def notes_of(q: Any, k: Any, v: Any, window_size: int | None, cu_seqlens: torch.
     }
     able = [name for name, question in asked.items() if question is not None and question(call, False)]
     return (f'PyTorch takes one of its kernels {", ".join(able)}' if able else "PyTorch takes its kernel 'math'",)
+
+
+def _on_gpu(q: Any) -> bool:
+    """Whether q is a tensor of which PyTorch can be asked: it has memory on a GPU."""
+    return type(q) in (torch.Tensor, torch.nn.Parameter) and bool(q.is_cuda)

@@ -52,6 +52,7 @@ def attention_forward(
     """
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, length, heads, _ = q.shape
+    window = min(window, k.shape[1])
     o = v.new_empty((batch, length, heads, v.shape[3]))
     lse = q.new_empty((batch, heads, length), dtype=torch.float32)
     if not o.numel() or _is_empty(cu_seqlens):
@@ -90,6 +91,7 @@ def attention_backward(
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, length, heads, dim = q.shape
     kept, groups = k.shape[1:3]
+    window = min(window, kept)
     if not o.numel() or _is_empty(cu_seqlens):
         return _zeros(q), _zeros(k), _zeros(v), None if g is None else _zeros(g), _sink_zeros(sink_bias)
     do = do.contiguous()

@@ -1,0 +1,98 @@
+"""`torch.nn.attention.varlen`, PyTorch's FlashAttention of packed sequences and windows (PyTorch 2.11 and newer)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+
+from fla.ops.backends import BaseBackend, Verdict
+from fla.ops.common.triton_call import on_device_of
+
+
+@functools.cache
+def _parameters() -> frozenset[str]:
+    """Of `varlen_attn`, which has grown with each version; none where there is no such function."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+class TorchVarlenBackend(BaseBackend):
+    """What `sdpa` says by a mask: packed sequences, and windows, for which rows of a batch are packed. K = V, a multiple of
+    8; no decays, no sinks, as many queries as keys."""
+
+    backend_type = 'torch_varlen'
+    kind = 'native'
+    env_var = 'FLA_TORCH_VARLEN'
+    devices = ('cuda',)
+    dtypes = (torch.float16, torch.bfloat16)
+    min_capability = (8, 0)
+    grad = 'backward'
+    priority = 9
+    default_enable = False
+    verified = False
+
+    @classmethod
+    def is_available(cls) -> Verdict:
+        missing = {'window_size', 'scale', 'enable_gqa'} - _parameters()
+        if missing:
+            return False, (
+                'torch.nn.attention.varlen.varlen_attn lacks %s: needs a newer PyTorch',
+                ', '.join(sorted(missing)),
+            )
+        return True, None
+
+    def parallel_attn_verifier(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Verdict:
+        if q.shape[3] != v.shape[3]:
+            return False, ('K and V must be equal, got %s and %s', q.shape[3], v.shape[3])
+        if q.shape[3] % 8:
+            return False, ('K must be a multiple of 8, got %s', q.shape[3])
+        if q.shape[1] != k.shape[1]:
+            return False, ('takes as many queries as keys, got %s and %s', q.shape[1], k.shape[1])
+        if q.numel() == 0:
+            return False, 'there are no steps, and the kernels cannot be launched on nothing'
+        return True, None
+
+    def parallel_attn_prefers(self, window_size: int | None, cu_seqlens: torch.Tensor | None) -> Verdict:
+        if window_size is None and cu_seqlens is None:
+            return False, 'needs no mask, so that `sdpa` can choose among more kernels'
+        return True, None
+
+    def parallel_attn(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None = None,
+        window_size: int | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        # lint: allow ignored-argument because chunk_indices says nothing that cu_seqlens does not
+        chunk_indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        batch, length = q.shape[:2]
+        with on_device_of(q):
+            if cu_seqlens is None:
+                ends = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * length
+            else:
+                ends = cu_seqlens.int()
+            o = varlen_attn(
+                q.flatten(0, 1),
+                k.flatten(0, 1),
+                v.flatten(0, 1),
+                ends,
+                ends,
+                length,
+                length,
+                scale=scale,
+                # steps to the left and right of a query, itself apart
+                window_size=(-1 if window_size is None else window_size - 1, 0),
+                enable_gqa=q.shape[2] != k.shape[2],
+            )
+        packed: torch.Tensor = o[0] if isinstance(o, tuple) else o
+        return packed.view(batch, length, *packed.shape[1:]).contiguous()
