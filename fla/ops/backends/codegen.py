@@ -84,6 +84,7 @@ class Generator:
         self.w = Writer()
         self.place, self.platform = '0', ANY
         self.forward = signature.forward_all()
+        self.asked_whether_traced = False
 
     # -- outcomes, for subclasses -------------------------------------------------------------------------------------
 
@@ -185,6 +186,7 @@ class Generator:
     def cases(self, platform: str) -> None:
         """The first case whose condition holds, else the usual order."""
         place = self.place
+        self.asked_whether_traced = False
         for number, case in enumerate(self.plan.cases.get(platform, ())):
             self.place = f'{place}c{number}'
             if case.conditional.condition is None:
@@ -207,7 +209,13 @@ class Generator:
         bind = lambda name, value: self.w.bind(f'_d_w{self.serial}_{self.place}_{name}', value)  # noqa: E731
         with self.w.block('try:'):
             eager, traced = condition.source(bind), condition.source(bind, traced=True)
-            self.w.line(f'_d_w = {eager}' if eager == traced else f'_d_w = ({traced}) if _d_dyn() else ({eager})')
+            if eager == traced:
+                self.w.line(f'_d_w = {eager}')
+            else:
+                # asked once: it would be a tenth of what a condition costs
+                dyn = '_d_t' if self.asked_whether_traced else '(_d_t := _d_dyn())'
+                self.asked_whether_traced = True
+                self.w.line(f'_d_w = ({traced}) if {dyn} else ({eager})')
         with self.w.block('except _d_Exception as _d_error:' if self.plan.policy.strict else 'except _d_Exception:'):
             self.w.line('_d_w = False')
             self.unanswerable(case, number)

@@ -135,7 +135,7 @@ def _rules(source: str, reading: Reading, errors: Errors) -> tuple[Rule, ...]:
             continue
         try:
             found.append(Rule(ops, use, when, rule.get('priority', 0), place))
-        except TypeError:
+        except (TypeError, ConditionError):
             continue  # the schema has said so
     return tuple(found)
 
