@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
-from fla.ops.attn import parallel_attn
+from fla.ops.attn import autograd, parallel_attn
 from fla.ops.attn.kernels.launch import attention_backward, attention_forward
 from fla.ops.backends import trace
 from tests.ops.attn.attention import BF16, FP16, FP32, check, exact, inputs, results
@@ -135,6 +135,22 @@ def test_same_bits_twice_and_the_road_of_compiled_code():
     assert torch.equal(o, first['o'])
     got = torch.autograd.grad(o.sum(), leaves)
     assert all(torch.isfinite(x).all() for x in got)
+
+
+def test_operator():
+    """Schema, fake results, gradients under tracing and dynamic shapes, as PyTorch checks them; and an exported program."""
+    q, k, v, g, sink = (
+        x.requires_grad_() for x in inputs('g', 'sink_bias', dtype=FP32, length=9, batch=1, heads=2).values()
+    )
+    torch.library.opcheck(autograd._attention.op, (q, k, v, g, sink, None, 0.3, 4))
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return parallel_attn.bind(backend='default')(q, k, v, window_size=3)
+
+    tensors = [x.detach() for x in (q, k, v)]
+    exported = torch.export.export(Attention(), tuple(tensors)).module()
+    assert torch.equal(exported(*tensors), Attention()(*tensors))
 
 
 def test_second_derivatives_are_refused():
