@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +32,46 @@ def trace_anew() -> None:
     from torch._dynamo import exc
 
     raise exc.UnspecializeRestartAnalysis(restart_reason='a dispatched function was planned')
+
+
+class Renewable(Protocol):
+    """Somebody whose code was replaced while another thread compiled."""
+
+    def renew(self) -> None:
+        """Have the same code as another object."""
+
+
+_replaced: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def another_thread_compiles() -> bool:
+    """Whether Dynamo is at work in another thread."""
+    frames: Any = sys.modules.get('torch._dynamo.convert_frame')
+    if frames is None:
+        return False
+    mine = bool(frames.compile_lock.acquire(blocking=False))
+    if mine:
+        frames.compile_lock.release()
+    return not mine
+
+
+def renew_after_compiling(owner: Renewable) -> None:
+    """Once the compilation that is going on has ended, have `owner` run its code as another object.
+
+    Dynamo traces a function's code first and reads its identity for the guard last. What was traced before the code was
+    replaced would be guarded by the code that replaced it, and serve for ever.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    _replaced.add(owner)
+    if _renew_all not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_renew_all)
+
+
+def _renew_all(*_: Any) -> None:
+    while _replaced:
+        with contextlib.suppress(KeyError):  # it is gone
+            _replaced.pop().renew()
 
 
 def never_a_frame(function: Any, *, callees: bool = False) -> None:

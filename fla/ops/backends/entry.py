@@ -29,7 +29,7 @@ from fla.ops.backends.boxed import Boxed
 from fla.ops.backends.codegen import source_of
 from fla.ops.backends.codegen_call import Call
 from fla.ops.backends.dispatcher import Dispatcher
-from fla.ops.backends.dynamo import never_a_frame, while_tracing
+from fla.ops.backends.dynamo import another_thread_compiles, never_a_frame, renew_after_compiling, while_tracing
 from fla.ops.backends.errors import NoBackendError
 from fla.ops.backends.function import (
     check_call,
@@ -108,6 +108,7 @@ class Entry:
         self._namespace = namespace_of(self)
         self.wrapper = make_wrapper(self)
         self._cold = self.wrapper.__code__
+        self._in_force: Kept | None = None
         self._installed = ''
         self._namespace['_d_self'] = self.wrapper
 
@@ -256,8 +257,26 @@ class Entry:
 
     def _install(self, kept: Kept | None) -> None:
         """The code of a kept plan, or cold."""
+        self._in_force = kept
         code, self._installed = (kept.code, kept.serial) if kept is not None else (self._cold, '')
         if self.wrapper.__code__ is not code:
+            before = another_thread_compiles()
+            self.wrapper.__code__ = code
+            if before or another_thread_compiles():
+                renew_after_compiling(self)
+
+    def renew(self) -> None:
+        """Have the code in force as another object, so that nobody's guard on it holds any longer."""
+        with lock:
+            kept = self._in_force
+            old = self._cold if kept is None else kept.code
+            code = old.replace()
+            # the names of the old code are those of the new one
+            weakref.finalize(code, id, old).atexit = False
+            if kept is None:
+                self._cold = code
+            else:
+                kept.code = code
             self.wrapper.__code__ = code
 
     def install(self, state: State) -> None:
