@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fla.modules.checks import SILU, check_choice, check_floating, check_shape
-from fla.modules.layernorm import NormOnTriton, check_norm
+from fla.modules.layernorm import NormOnTriton, check_norm, fit
 from fla.ops.backends import dispatch
 from fla.ops.common.triton_call import require_triton
 
@@ -22,6 +22,8 @@ def _check(
     residual: torch.Tensor | None,
     eps: float,
 ) -> None:
+    if activation in ACTIVATIONS and fit(x, weight, bias, residual, eps) and fit(x, None, None, g, eps):
+        return
     check_floating(x=x, g=g)
     check_norm(x, weight, bias, residual, eps)
     check_shape('g', g, x.shape, 'shaped like x')
@@ -58,7 +60,8 @@ def rms_norm_gated(
     Source: the output gate of Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464 (swish), and of Kimi Team 2025,
     "Kimi Linear", arXiv 2510.26692 (sigmoid).
     """
-    require_triton('rms_norm_gated', x, 'x')
+    if not x.is_cuda:
+        require_triton('rms_norm_gated', x, 'x')
     from fla.modules.kernels.norms_autograd import normalize
 
     return normalize(  # type: ignore[no-any-return]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 
 from fla.modules.checks import check_dims, check_eps, check_floating
-from fla.modules.layernorm import NormOnTriton
+from fla.modules.layernorm import NormOnTriton, fit
 from fla.ops.backends import dispatch
 from fla.ops.common.checks import FLOATS
 from fla.ops.common.triton_call import require_triton
 
 
 def _check(x: torch.Tensor, eps: float, output_dtype: torch.dtype | None) -> None:
+    if output_dtype is None and fit(x, None, None, None, eps):
+        return
     check_floating(x=x)
     check_dims('x', x, 1, '[..., D]')
     check_eps(eps)
@@ -34,7 +36,8 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None 
     Raises:
         TypeError, ValueError: for arguments that do not fit, before any backend is asked.
     """
-    require_triton('l2norm', x, 'x')
+    if not x.is_cuda:
+        require_triton('l2norm', x, 'x')
     from fla.modules.kernels.norms_autograd import normalize
 
     return normalize('l2', x, eps=eps, dtype=output_dtype)  # type: ignore[no-any-return]
