@@ -38,15 +38,37 @@ def options_of(options, index=torch.int32):
     return options if lens is None else {**options, 'cu_seqlens': torch.tensor(lens, device='cuda', dtype=index)}
 
 
-@every_dtype
-@pytest.mark.parametrize('dims', [(128, 128), (64, 64), (256, 256), (192, 128), (100, 72), (16, 16), (1, 5)], ids=str)
-def test_default(dtype, dims):
-    for names, shapes, options in CASES.values():
+def check_cases(cases, dtype, dims):
+    for names, shapes, options in cases:
         given = inputs(*names, **{'dtype': dtype, 'length': 333, 'dim': dims[0], 'value_dim': dims[1], **CUDA, **shapes})
         check('default', given, **options_of(options))
 
 
+@pytest.mark.parametrize(('dtype', 'dim'), [(BF16, 128), (FP32, 64)], ids=str)
+def test_default(dtype, dim):
+    """Every case; what is compiled takes most of the time."""
+    check_cases(CASES.values(), dtype, (dim, dim))
+
+
+@pytest.mark.parametrize('dims', [(64, 64), (256, 256), (192, 128), (100, 72), (16, 16), (1, 5)], ids=str)
+def test_sizes(dims):
+    check_cases((CASES['plain'], CASES['packed, everything']), BF16, dims)
+
+
+@pytest.mark.parametrize(('dtype', 'dims'), [(FP32, (128, 128)), (FP32, (256, 256)), (FP16, (128, 128))], ids=str)
+def test_dtypes(dtype, dims):
+    check_cases((CASES['plain'], CASES['packed, everything']), dtype, dims)
+
+
+@pytest.mark.slow
 @every_dtype
+@pytest.mark.parametrize('dims', [(128, 128), (64, 64), (256, 256), (192, 128), (100, 72), (16, 16), (1, 5)], ids=str)
+def test_every_case(dtype, dims):
+    """Compiles for half an hour."""
+    check_cases(CASES.values(), dtype, dims)
+
+
+@pytest.mark.parametrize('dtype', [BF16, FP32], ids=['bf16', 'fp32'])
 def test_lengths(dtype):
     for length in (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1024, 2051):
         given = inputs(
@@ -57,7 +79,7 @@ def test_lengths(dtype):
 
 
 @pytest.mark.parametrize('strength', [1e-4, 1.0, 20.0, 1000.0])
-@every_dtype
+@pytest.mark.parametrize('dtype', [BF16, FP32], ids=['bf16', 'fp32'])
 def test_decays(dtype, strength):
     given = inputs('g', dtype=dtype, length=600, dim=64, value_dim=64, strength=strength, **CUDA)
     given['g'] = given['g'].float()
