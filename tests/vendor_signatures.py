@@ -20,6 +20,19 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     'liger_kernel.ops.swiglu.swiglu_backward': ('a', 'b', 'dc'),
     'liger_kernel.ops.rope.rope_forward': ('q', 'k', 'cos', 'sin'),
     'liger_kernel.ops.rope.rope_backward': ('dq', 'dk', 'cos', 'sin'),
+    'liger_kernel.ops.cross_entropy.cross_entropy_forward': (
+        *('_input', 'target', 'weight', 'ignore_index', 'lse_square_scale', 'label_smoothing', 'reduction', 'softcap'),
+        'return_z_loss',
+    ),
+    'liger_kernel.ops.fused_linear_cross_entropy.fused_linear_cross_entropy_forward': (
+        *('_input', 'weight', 'target', 'ce_weight', 'bias', 'ignore_index', 'lse_square_scale', 'label_smoothing'),
+        *('reduction', 'softcap'),
+    ),
+    # causal-conv1d, 1.4 and later
+    'causal_conv1d.causal_conv1d_fn': (
+        *('x', 'weight', 'bias', 'seq_idx', 'initial_states', 'return_final_states', 'final_states_out', 'activation'),
+    ),
+    'causal_conv1d.causal_conv1d_update': ('x', 'conv_state', 'weight', 'bias', 'activation'),
     # FlashInfer, 0.7.4
     'flashinfer.activation.silu_and_mul': ('input',),
     'flashinfer.rope.apply_rope_with_cos_sin_cache_inplace': (

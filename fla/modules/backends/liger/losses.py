@@ -1,7 +1,242 @@
-"""Liger: cross entropies."""
+"""Liger-Kernel: cross entropies."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fla.modules.checks import under_autocast
+from fla.ops.backends.backend import Verdict
+from fla.ops.backends.opaque import opaque
+from fla.ops.common.triton_call import on_device_of
+
+_NUMBERS = 'float label_smoothing, float logit_softcapping, int ignore_index'
+
+
+def _forward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    label_smoothing: float,
+    logit_softcapping: float,
+    ignore_index: int,
+    lse_square_scale: float,
+    now: bool,
+) -> Any:
+    with on_device_of(logits):
+        from liger_kernel.ops.cross_entropy import cross_entropy_forward
+
+        # its kernel writes the gradient over what it is given, if that requires one
+        copy = logits.detach().clone(memory_format=torch.contiguous_format).requires_grad_(now)
+        losses, z_losses, *_, dlogits = cross_entropy_forward(
+            *(copy, target.long(), None, ignore_index, lse_square_scale, label_smoothing, 'none'),
+            *(logit_softcapping or None, True),
+        )
+        return losses, z_losses, dlogits.detach() if now else None
+
+
+def _fake(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    label_smoothing: float,
+    logit_softcapping: float,
+    ignore_index: int,
+    lse_square_scale: float,
+    now: bool,
+) -> Any:
+    losses = (logits.new_empty(logits.shape[:1]) for _ in range(2))
+    return *losses, logits.new_empty(logits.shape) if now else None
+
+
+def _backward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    label_smoothing: float,
+    logit_softcapping: float,
+    ignore_index: int,
+    lse_square_scale: float,
+    gradient: torch.Tensor | None,
+    dlosses: torch.Tensor,
+) -> torch.Tensor:
+    if gradient is None:
+        numbers = (label_smoothing, logit_softcapping, ignore_index, lse_square_scale)
+        *_, gradient = _forward(logits, target, *numbers, True)
+    assert gradient is not None
+    return gradient * dlosses[:, None]
+
+
+_cross_entropy = opaque(
+    'fla::liger_cross_entropy_loss',
+    schema=(
+        f'(Tensor logits, Tensor target, {_NUMBERS}, float lse_square_scale, bool now) '
+        '-> (Tensor losses, Tensor z_losses, Tensor? gradient)'
+    ),
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    grads=('logits',),
+    intermediates=('gradient',),
+    non_differentiable=('z_losses',),
+)
+
+
+def _linear_forward(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    label_smoothing: float,
+    logit_softcapping: float,
+    ignore_index: int,
+    reduction: str,
+    x_now: bool,
+    weight_now: bool,
+    bias_now: bool,
+) -> Any:
+    with on_device_of(x):
+        from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+
+        given, out, offset = (
+            None if one is None else one.detach().contiguous().requires_grad_(now)
+            for one, now in ((x, x_now), (weight, weight_now), (bias, bias_now))
+        )
+        loss, *_, dx, dweight, dbias = fused_linear_cross_entropy_forward(
+            *(given, out, target.long(), None, offset, ignore_index, 0.0, label_smoothing, reduction),
+            logit_softcapping or None,
+        )
+        if reduction == 'mean':
+            # of no targets at all; Liger says 0
+            loss = torch.where((target != ignore_index).any(), loss, float('nan'))
+        gradients = ((dx, x_now), (dweight, weight_now), (dbias, bias_now))
+        return (loss.float(), *(one.detach() if now and one is not None else None for one, now in gradients))
+
+
+def _linear_fake(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    label_smoothing: float,
+    logit_softcapping: float,
+    ignore_index: int,
+    reduction: str,
+    x_now: bool,
+    weight_now: bool,
+    bias_now: bool,
+) -> Any:
+    given = ((x, x_now), (weight, weight_now), (bias, bias_now))
+    gradients = (one.new_empty(one.shape) if now and one is not None else None for one, now in given)
+    return (x.new_empty((), dtype=torch.float32), *gradients)
+
+
+def _linear_backward(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    label_smoothing: float,
+    logit_softcapping: float,
+    ignore_index: int,
+    reduction: str,
+    dx: torch.Tensor | None,
+    dweight: torch.Tensor | None,
+    dbias: torch.Tensor | None,
+    dloss: torch.Tensor,
+    needs_input_grad: Sequence[bool],
+) -> Any:
+    kept: Sequence[torch.Tensor | None] = (dx, dweight, dbias)
+    if any(need and one is None for need, one in zip(needs_input_grad, kept, strict=True)):
+        numbers = (label_smoothing, logit_softcapping, ignore_index, reduction)
+        _, *kept = _linear_forward(x, target, weight, bias, *numbers, *needs_input_grad)
+    from fla.modules.kernels.cross_entropy import scaled
+
+    found = zip(needs_input_grad, kept, strict=True)
+    return tuple(scaled(one, dloss) if need and one is not None else None for need, one in found)
+
+
+_linear_cross_entropy = opaque(
+    'fla::liger_fused_linear_cross_entropy_loss',
+    schema=(
+        f'(Tensor x, Tensor target, Tensor weight, Tensor? bias, {_NUMBERS}, str reduction, bool x_now, bool weight_now, '
+        'bool bias_now) -> (Tensor loss, Tensor? dx, Tensor? dweight, Tensor? dbias)'
+    ),
+    forward=_linear_forward,
+    fake=_linear_fake,
+    backward=_linear_backward,
+    grads=('x', 'weight', 'bias'),
+    intermediates=('dx', 'dweight', 'dbias'),
+)
+
 
 class LigerLosses:
-    """Methods of `LigerBackend` for cross entropies."""
+    """Methods of `LigerBackend` for cross entropies. Liger reads the number of targets on the host, so a call waits for the
+    GPU and cannot be captured. It has no logit scale and no shards."""
+
+    def cross_entropy_loss_verifier(self, logits: torch.Tensor) -> Verdict:
+        if logits.dtype != torch.float32:
+            return False, (
+                'losses have the dtype of the logits and are rounded to it: logits must be float32, got %s',
+                logits.dtype,
+            )
+        if logits.numel() == 0:
+            return False, 'there are no rows, and the kernels cannot be launched on nothing'
+        if logits.numel() >= 2**31:
+            return False, (
+                'not known to count in 64 bits: logits must have fewer than 2^31 elements, got %s',
+                logits.numel(),
+            )
+        return True, None
+
+    def cross_entropy_loss(
+        self,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        logit_softcapping: float | None = None,
+        ignore_index: int = -100,
+        # lint: allow ignored-argument because it is a permission, and a copy does
+        inplace_backward: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cap = 0.0 if logit_softcapping is None else float(logit_softcapping)
+        numbers = (float(label_smoothing), cap, ignore_index, float(lse_square_scale))
+        losses, z_losses = _cross_entropy(logits, target, *numbers, torch.is_grad_enabled() and logits.requires_grad)
+        return losses, z_losses
+
+    def fused_linear_cross_entropy_loss_verifier(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, reduction: str
+    ) -> Verdict:
+        if reduction == 'none':
+            return False, "losses without a reduction have no gradients: reduction must be 'mean' or 'sum'"
+        if x.dtype == torch.float16:
+            return False, 'gradients are rounded before a loss scaler could save them: x must be bfloat16 or float32'
+        if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+            return False, ('weight and bias must have the dtype of x, %s', x.dtype)
+        if under_autocast(x):
+            return False, 'under autocast the dtypes of its products are its own choice'
+        if x.numel() == 0:
+            return False, 'there are no rows, and the kernels cannot be launched on nothing'
+        return True, None
+
+    def fused_linear_cross_entropy_loss(
+        self,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        logit_softcapping: float | None = None,
+        # lint: allow ignored-argument because it says how, not what, and Liger chooses its own
+        num_chunks: int = 8,
+        reduction: str = 'mean',
+    ) -> torch.Tensor:
+        cap = 0.0 if logit_softcapping is None else float(logit_softcapping)
+        now = torch.is_grad_enabled()
+        loss: torch.Tensor = _linear_cross_entropy(
+            *(x.reshape(-1, x.shape[-1]), target.reshape(-1), weight, bias),
+            *(float(label_smoothing), cap, ignore_index, reduction),
+            *(now and one is not None and one.requires_grad for one in (x, weight, bias)),
+        )
+        return loss

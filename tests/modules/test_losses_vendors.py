@@ -1,0 +1,221 @@
+"""Liger-Kernel's cross entropies with stand-ins for the package: what is accepted, what it gets, and what comes back. On a
+GPU the package itself, where it is installed."""
+
+import inspect
+import sys
+import types
+
+import pytest
+import torch
+
+from fla.modules.backends.liger import LigerBackend, losses
+from fla.modules.fused_cross_entropy import cross_entropy_loss
+from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+from fla.ops.backends import default_dispatcher, explain, use_backend
+from tests import bounds
+from tests.ops.vendors import BF16, FP16, FP32, H100, fakes, install, pretend, ran
+from tests.vendor_signatures import SIGNATURES
+
+from .losses import gradients, linear_oracle, oracle, targets
+from .oracle import error
+
+CROSS = 'liger_kernel.ops.cross_entropy.cross_entropy_forward'
+LINEAR = 'liger_kernel.ops.fused_linear_cross_entropy.fused_linear_cross_entropy_forward'
+
+
+def cross_entropy_forward(
+    _input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss
+):
+    """As the package: the gradient is written over what it is given, if that requires one."""
+    assert (weight, reduction, return_z_loss) == (None, 'none', True)
+    assert target.dtype == torch.int64
+    assert _input.is_contiguous()
+    exact = _input.detach().double().requires_grad_()
+    with torch.enable_grad():
+        found, z_losses = oracle(exact, target, label_smoothing, 1.0, lse_square_scale, softcap, ignore_index)
+        (gradient,) = torch.autograd.grad(found.sum(), exact)
+    if _input.requires_grad:
+        _input.data.copy_(gradient)
+    return found.detach().float(), z_losses.float(), None, None, _input
+
+
+def fused_linear_cross_entropy_forward(
+    _input, weight, target, ce_weight, bias, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+):
+    assert (ce_weight, lse_square_scale) == (None, 0.0)
+    given = [None if one is None else one.detach().double().requires_grad_() for one in (_input, weight, bias)]
+    options = {'ignore_index': ignore_index, 'label_smoothing': label_smoothing, 'logit_softcapping': softcap}
+    with torch.enable_grad():
+        loss = linear_oracle(given[0], target, *given[1:], reduction=reduction, **options)
+        found = iter(torch.autograd.grad(loss, [one for one in given if one is not None]))
+    made = [None if one is None else next(found) for one in given]
+    made = [
+        one if one is None or like.requires_grad else torch.zeros_like(one)
+        for one, like in zip(made, (_input, weight, bias), strict=True)
+    ]
+    return (
+        loss.detach().nan_to_num(0.0).float(),
+        None,
+        None,
+        None,
+        *(one if one is None else one.to(_input.dtype) for one in made),
+    )
+
+
+for path, stand_in in ((CROSS, cross_entropy_forward), (LINEAR, fused_linear_cross_entropy_forward)):
+    assert tuple(inspect.signature(stand_in).parameters) == SIGNATURES[path]
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """Liger-Kernel, switched on, on an H100."""
+    install(monkeypatch, tmp_path, 'liger_kernel', 'liger-kernel', '0.8.5', __path__=[])
+    for path, functions in (
+        ('ops', {}),
+        ('ops.cross_entropy', {'cross_entropy_forward': cross_entropy_forward}),
+        ('ops.fused_linear_cross_entropy', {'fused_linear_cross_entropy_forward': fused_linear_cross_entropy_forward}),
+    ):
+        made = types.ModuleType(f'liger_kernel.{path}')
+        made.__path__ = []
+        vars(made).update(functions)
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+    monkeypatch.setenv('FLA_LIGER', '1')
+    pretend(monkeypatch, H100)
+    default_dispatcher().reset()
+    yield
+    default_dispatcher().reset()
+
+
+def cross(dtype=FP32, rows=3, **changes):
+    return {'logits': torch.randn(rows, 16).to(dtype), 'target': targets(rows, 16), **changes}
+
+
+def linear(dtype=BF16, rows=3, **changes):
+    given = {'x': torch.randn(rows, 8).to(dtype), 'target': targets(rows, 16), 'weight': torch.randn(16, 8).to(dtype)}
+    return {**given, **changes}
+
+
+def reason(function, arguments):
+    decision = explain(function, **fakes(arguments))
+    assert decision.winner != 'liger'
+    return decision['liger'].reason
+
+
+@pytest.mark.parametrize('options', [{}, {'label_smoothing': 0.1, 'logit_softcapping': 3.0, 'ignore_index': 2}], ids=len)
+def test_served(package, options):
+    served, (found, z_losses) = ran(cross_entropy_loss, 'modules', fakes({**cross(), **options, 'lse_square_scale': 0.1}))
+    assert served == 'liger'
+    assert (found.shape, found.dtype, z_losses.shape) == ((3,), FP32, (3,))
+    served, loss = ran(fused_linear_cross_entropy_loss, 'modules', fakes({**linear(), **options, 'num_chunks': 2}))
+    assert (served, loss.shape, loss.dtype) == ('liger', (), FP32)
+
+
+@pytest.mark.parametrize(
+    ('function', 'changes', 'why'),
+    [
+        (cross_entropy_loss, {'dtype': BF16}, 'logits must be float32, got torch.bfloat16'),
+        (cross_entropy_loss, {'rows': 0}, 'there are no rows'),
+        (cross_entropy_loss, {'logit_scale': 2.0}, 'argument logit_scale is not supported'),
+        (
+            cross_entropy_loss,
+            {'logits': torch.empty(1, 1).expand(2**15, 2**16), 'target': torch.zeros(2**15, dtype=torch.int64)},
+            'fewer than 2^31 elements, got 2147483648',
+        ),
+        (fused_linear_cross_entropy_loss, {'reduction': 'none'}, "reduction must be 'mean' or 'sum'"),
+        (fused_linear_cross_entropy_loss, {'dtype': FP16}, 'x must be bfloat16 or float32'),
+        (fused_linear_cross_entropy_loss, {'rows': 0}, 'there are no rows'),
+        (fused_linear_cross_entropy_loss, {'logit_scale': 2.0}, 'argument logit_scale is not supported'),
+    ],
+)
+def test_refused(package, function, changes, why):
+    arguments = cross(**changes) if function is cross_entropy_loss else linear(**changes)
+    assert why in reason(function, arguments)
+
+
+def test_refused_under_autocast(package, monkeypatch):
+    import fla.modules.fused_linear_cross_entropy as module
+
+    for one in (module, losses):
+        monkeypatch.setattr(one, 'under_autocast', lambda tensor: True)
+    assert 'under autocast' in reason(fused_linear_cross_entropy_loss, linear())
+    mixed = linear(x=torch.randn(3, 8))
+    assert 'weight and bias must have the dtype of x' in reason(fused_linear_cross_entropy_loss, mixed)
+
+
+def test_off_until_somebody_switches_it_on(package, monkeypatch):
+    monkeypatch.delenv('FLA_LIGER')
+    decision = explain(cross_entropy_loss, **fakes(cross()))
+    assert (decision.winner, decision['liger'].verdict) == ('default', 'disabled')
+
+
+@pytest.mark.parametrize('now', [True, False])
+def test_numbers_of_cross_entropy(package, now):
+    """What is passed to the stand-in, in the form that it checks, and what comes back."""
+    logits, target = torch.randn(16, 5).t(), targets(5, 16, [1]).int()
+    exact, before = logits.double().requires_grad_(), logits.clone()
+    numbers = (0.1, 3.0, -100, 0.01)
+    found, z_losses, gradient = losses._forward(logits, target, *numbers, now)
+    expected, expected_z = oracle(exact, target, 0.1, 1.0, 0.01, 3.0)
+    assert error(expected, found) <= bounds.EXACT[FP32]
+    assert error(expected_z, z_losses) <= bounds.EXACT[FP32]
+    weights = torch.linspace(1, 2, 5).double()
+    got = losses._backward(logits, target, *numbers, gradient, weights.float())
+    assert error(gradients(expected, weights, exact)[0], got) <= bounds.EXACT[FP32]
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize('now', [True, False])
+@pytest.mark.parametrize('reduction', ['mean', 'sum'])
+def test_numbers_of_the_linear_one(package, reduction, now):
+    tensors = [torch.randn(5, 8), torch.randn(16, 8), torch.randn(16)]
+    exact, target = [one.double().requires_grad_() for one in tensors], targets(5, 16, [1]).int()
+    numbers = (0.1, 3.0, -100, reduction)
+    loss, *kept = losses._linear_forward(tensors[0], target, *tensors[1:], *numbers, now, now, False)
+    assert [one is not None for one in kept] == [now, now, False]
+    expected = linear_oracle(exact[0], target, *exact[1:], reduction=reduction, label_smoothing=0.1, logit_softcapping=3.0)
+    assert error(expected, loss) <= bounds.EXACT[FP32]
+    ignored = torch.full((5,), -100)
+    none = losses._linear_forward(tensors[0], ignored, *tensors[1:], *numbers, False, False, False)[0]
+    assert none.isnan() if reduction == 'mean' else none == 0
+
+
+def test_the_operators_have_gradients():
+    """Through the backend, as compiled code calls it."""
+    given = {n: one.to('meta') for n, one in cross().items()}
+    given['logits'].requires_grad_()
+    (gradient,) = torch.autograd.grad(LigerBackend().cross_entropy_loss(**given)[0].sum(), given['logits'])
+    assert gradient.shape == (3, 16)
+    given = {n: one.to('meta') for n, one in linear(bias=torch.randn(16, dtype=BF16)).items()}
+    inputs = [given[n].requires_grad_() for n in ('x', 'weight', 'bias')]
+    loss = LigerBackend().fused_linear_cross_entropy_loss(**given)
+    for one, gradient in zip(inputs, torch.autograd.grad(loss, inputs), strict=True):
+        assert (gradient.shape, gradient.dtype) == (one.shape, one.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('options', [{}, {'label_smoothing': 0.1}, {'logit_softcapping': 3.0, 'ignore_index': 2}], ids=str)
+def test_liger_itself(monkeypatch, options):
+    """Numbers of the real package, forward and backward, by our bounds."""
+    pytest.importorskip('liger_kernel')
+    monkeypatch.setenv('FLA_LIGER', '1')
+    logits, target = torch.randn(50, 5003, device='cuda') * 2, targets(50, 5003, [1]).cuda()
+    target[1] = options.get('ignore_index', -100)
+    given, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    with use_backend('liger', op='modules'):
+        found, z_losses = cross_entropy_loss(given, target, lse_square_scale=1e-3, **options)
+    expected, expected_z = cross_entropy_loss(exact, target, lse_square_scale=1e-3, **options)
+    assert error(expected, found) <= bounds.EXACT[FP32]
+    assert error(expected_z, z_losses) <= bounds.EXACT[FP32]
+    weights = torch.linspace(1, 2, 50).double()
+    (got,), (wanted,) = gradients(found, weights, given), gradients(expected, weights, exact)
+    assert error(wanted, got) <= bounds.EXACT[FP32]
+    for dtype in (FP32, BF16):
+        tensors = [(torch.randn(50, 64, device='cuda') / 4).to(dtype), torch.randn(5003, 64, device='cuda').to(dtype)]
+        given, exact = [t.clone().requires_grad_() for t in tensors], [t.double().requires_grad_() for t in tensors]
+        with use_backend('liger', op='modules'):
+            loss = fused_linear_cross_entropy_loss(given[0], target, given[1], **options)
+        expected = fused_linear_cross_entropy_loss(exact[0], target, exact[1], **options)
+        bound = bounds.of_linear_loss(dtype, 2.0)
+        assert error(expected, loss) <= bound
+        for a, b in zip(torch.autograd.grad(expected, exact), torch.autograd.grad(loss * 1.0, given), strict=True):
+            assert error(a, b) <= bound
