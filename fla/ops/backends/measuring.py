@@ -155,7 +155,10 @@ def _on_first_rank(group: Any, measured: Callable[[], Measurements]) -> Measurem
             failure, box = error, [f'{type(error).__name__}: {error}']
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            failure = None  # its traceback holds this frame, and that the group, which would outlive its destruction
     if isinstance(box[0], str):
         raise MeasurementError(f'rank 0 could not measure: {box[0]}')
     found: Measurements = box[0]

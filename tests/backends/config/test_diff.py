@@ -1,5 +1,6 @@
 """`diff_policy`: which recorded calls another policy decides otherwise."""
 
+import pytest
 import torch
 
 from fla.ops.backends import Policy, Rule, default_dispatcher, diff_policy, trace
@@ -32,6 +33,8 @@ def test_decisions_that_change(tmp_path):
 
 
 def test_files_take_the_place_of_the_one_in_force(tmp_path):
+    pytest.importorskip('yaml')
+    pytest.importorskip('pydantic')
     _, calls = recorded(tmp_path)
     one, other = tmp_path / 'one.yaml', tmp_path / 'other.yaml'
     one.write_text('prefer: b')

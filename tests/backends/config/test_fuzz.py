@@ -11,6 +11,7 @@ from fla.ops.backends import PolicyFileError, default_dispatcher, explain, load_
 from tests.backends.toy import Toy
 
 yaml = pytest.importorskip('yaml')
+pytest.importorskip('pydantic')
 
 Q = torch.zeros(2, 8)
 TOKENS = st.sampled_from(['a', 'b', 'default', 'triton', 'reference', 'vendor', 'impl:vendor.a', 'A', 'aa', '', ' ', 3])

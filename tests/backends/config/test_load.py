@@ -32,6 +32,9 @@ from fla.ops.backends import (
 )
 from tests.backends.toy import Toy
 
+pytest.importorskip('yaml')
+pytest.importorskip('pydantic')
+
 SHORT, LONG = torch.zeros(2, 8), torch.zeros(2, 64)
 
 
