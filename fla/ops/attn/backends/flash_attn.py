@@ -6,6 +6,7 @@ import torch
 
 from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.triton_call import on_device_of
+from fla.utils.devices import Device
 
 
 def _window(window_size: int | None) -> tuple[int, int]:
@@ -14,7 +15,7 @@ def _window(window_size: int | None) -> tuple[int, int]:
 
 
 class _FlashAttention(BaseBackend):
-    """No decays and no sinks; K = V, of 8 numbers each or a multiple. Causal masks are aligned to the last key, as ours are.
+    """No decays and no sinks; K = V, a multiple of 8. Causal masks are aligned to the last key, as ours are.
     `deterministic=True`, so that gradients have the same bits twice."""
 
     devices = ('cuda',)
@@ -85,13 +86,9 @@ class FlashAttention3Backend(_FlashAttention):
     traceable = False
     priority = 3
 
-    def parallel_attn_verifier(self, q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Verdict:
-        return super().parallel_attn_verifier(q, v, cu_seqlens)
-
-    def probe(self, device: object) -> Verdict:
-        capability = getattr(device, 'capability', None)
-        if capability is not None and capability[0] != 9:
-            return False, ('its kernels are for compute capability 9.0, this is %s.%s', *capability)
+    def probe(self, device: Device) -> Verdict:
+        if device.capability is not None and device.capability[0] != 9:
+            return False, ('its kernels are for compute capability 9.0, this is %s.%s', *device.capability)
         return True, None
 
     def parallel_attn(
