@@ -191,6 +191,7 @@ def test_settings_of_a_scope(toy, clock, breaker_of):
         ({'cooldown': float('nan')}, ValueError),
         ({'cooldown': float('inf')}, ValueError),
         ({'probe_timeout': '5'}, ValueError),
+        ({'probe_timeout': 0}, ValueError),
         ({'treshold': 5}, TypeError),
         (5, TypeError),
     ],

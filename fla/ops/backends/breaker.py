@@ -54,6 +54,8 @@ class BreakerSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
                 raise ValueError(f'{name} must be a number of seconds from 0, got {value!r}')
+            if name == 'probe_timeout' and not value:
+                raise ValueError(f'probe_timeout must be larger than 0, or every call would be a probe; got {value!r}')
             object.__setattr__(self, name, float(value))
 
     @property

@@ -174,6 +174,7 @@ def test_what_is_no_path(path):
         ('rules: {ops: TOY}', 1, 'rules'),
         ('strict: "yes"', 1, 'strict'),
         ('breaker: {threshold: 0}', 1, 'threshold'),
+        ('breaker: {probe_timeout: 0}', 1, 'probe_timeout'),
         ('prefer: []', 1, 'prefer'),
         ('prefer: [""]', 1, 'prefer'),
         ('deny: a\ndeny: b', 2, 'stands here twice'),

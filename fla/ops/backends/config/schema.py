@@ -38,7 +38,7 @@ class BreakerModel(_Strict):
 
     threshold: Annotated[int, Field(ge=1)] = 5
     cooldown: Annotated[FiniteFloat, Field(ge=0)] = 30
-    probe_timeout: Annotated[FiniteFloat, Field(ge=0)] = 300
+    probe_timeout: Annotated[FiniteFloat, Field(gt=0)] = 300
 
 
 class PolicyModel(_Strict):
