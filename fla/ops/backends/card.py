@@ -26,8 +26,11 @@ def card(platform: str) -> str:
 def drivers(platform: str) -> dict[str, str | None]:
     """The versions of what runs kernels on a platform, besides packages: the runtime that torch was built with, and the
     driver. Empty for a CPU, None for what does not say."""
-    runtime = {'cuda': ('CUDA', torch.version.cuda), 'rocm': ('HIP', torch.version.hip)}.get(platform)
-    return {runtime[0]: runtime[1], 'driver': _driver(platform)} if runtime else {}
+    if platform not in _DRIVER_FILES:
+        return {}
+    # lint: allow direct-device-check because this is the version, of which nothing is concluded
+    name, version = ('CUDA', torch.version.cuda) if platform == 'cuda' else ('HIP', torch.version.hip)
+    return {name: version, 'driver': _driver(platform)}
 
 
 def _driver(platform: str) -> str | None:
