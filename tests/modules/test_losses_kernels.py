@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss, ShortConvolution
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
 from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, scaled
@@ -212,6 +213,39 @@ def test_compiled_and_as_operators():
     expected, got = both(*inputs), compiled(*inputs)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(torch.autograd.grad(got, inputs), torch.autograd.grad(expected, inputs))
+
+
+class Head(torch.nn.Module):
+    """The ends of a language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.weight = ShortConvolution(8, 4), torch.nn.Parameter(torch.randn(12, 8))
+        self.fused, self.plain = FusedLinearCrossEntropyLoss(), FusedCrossEntropyLoss()
+
+    def forward(self, x, target):
+        y, _ = self.convolution(x)
+        return self.fused(y, target, self.weight) + self.plain((y @ self.weight.t()).flatten(0, 1), target.flatten())
+
+
+@pytest.mark.interpreted
+def test_exported():
+    """For any length, with gradients."""
+    model, x, target = Head(), torch.randn(2, 6, 8), targets(12, 12).reshape(2, 6)
+    length = {1: torch.export.Dim('T')}
+    exported = torch.export.export(model, (x, target), dynamic_shapes=(length, length))
+    names = {str(node.target) for node in exported.graph.nodes}
+    assert {
+        'fla.causal_conv1d.default',
+        'fla.cross_entropy_loss.default',
+        'fla.fused_linear_cross_entropy_loss.default',
+    } <= names
+    x, target, inputs = torch.randn(2, 9, 8), targets(18, 12).reshape(2, 9), list(model.parameters())
+    loaded = exported.module()
+    expected, got = model(x, target), loaded(x, target)
+    torch.testing.assert_close(got, expected)
+    wanted, found = torch.autograd.grad(expected, inputs), torch.autograd.grad(got, list(loaded.parameters()))
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.interpreted
