@@ -20,7 +20,7 @@ chance: of those it is the largest in five draws (`python -m tests.bounds 5`).
 **Kernels off the grid**, at other sizes, lengths and gates: the worst row is the one whose terms cancel most, and the more
 rows there are, the worse it is, for `HalfOperands` as well. There a row is a block of 16 steps of a head, or the state of a
 head (of all heads, where it has fewer than 64 numbers); and where `HalfOperands` makes larger errors on such a case than on
-the grid, 1.5 times those hold: of three draws of the gradients of o and of the state, as a worst row is a matter of chance.
+the grid, 1.5 times those hold: of five draws of the gradients of o and of the state, as a worst row is a matter of chance.
 
 **Gradients of gates** are differences of terms that cancel at strong gates. Their error is divided by
 max(RMS of the gradient, 1e-3 * RMS of those terms): q times its gradient, which is one of them, or at the end of a sequence
@@ -86,7 +86,7 @@ GATE_FLOOR, GATE_ROW_FLOOR = 1e-3, 1e-2
 ATTENTION_FLOOR = 0.25
 
 # seeds of the gradients that a case off the grid is emulated with
-DRAWS = (5, 6, 7)
+DRAWS = (5, 6, 7, 8, 9)
 
 
 def of_reference(dtype: torch.dtype) -> tuple[float, float]:

@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip('triton')
 from fla.ops.backends import explain
+from fla.ops.gated_delta_rule.kernels import launch as gdn_launch
+from fla.ops.kda.kernels import launch as kda_launch
 from tests import bounds
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, GDN, case, definition, grid, name_of, strided
 from tests.ops.kernels import BF16, EVERYTHING, FP16, FP32, assert_same, beyond, call, check, check_on_grid, everything
@@ -92,6 +94,36 @@ def test_without_a_final_state(function, initial):
     wanted = torch.autograd.grad(definition(given, exact)[0].sum(), list(exact.values()))
     for name, right, gradient in zip(leaves, wanted, got, strict=True):
         assert bounds.relative_rms(right, gradient) <= bounds.of_kernel(f'd{name}', FP32)[0], name
+
+
+@pytest.fixture
+def much_shared_memory(monkeypatch):
+    """As on an H100, where one kernel runs over the chunks and writes the outputs: gives how often it did."""
+    times = []
+
+    def counted(original, kernel, grid):
+        def run(*args, **options):
+            times.extend([kernel] * (options.get('OUTPUTS') is True))
+            return original(kernel, grid)(*args, **options)
+
+        return run
+
+    for module in (gdn_launch, kda_launch):
+        monkeypatch.setattr(module, 'capability_of', lambda device: (9, 0))
+        monkeypatch.setattr(module, 'launch', partial(counted, module.launch))
+    return times
+
+
+@pytest.mark.parametrize('dtype', [FP16, BF16], ids=['fp16', 'bf16'])
+@pytest.mark.parametrize(
+    'options',
+    [{}, {'T': 70, 'B': 2, 'H': 2, **EVERYTHING}, {'lens': [3, 0, 65, 30], **EVERYTHING}, {'T': 65, 'strength': -20.0}],
+    ids=['plain', 'everything', 'packed', 'strong gates'],
+)
+@every_chunked
+def test_outputs_with_the_states(much_shared_memory, function, options, dtype):
+    check(function, case(function, dtype=dtype, HV=2, K=32, V=48, **options))
+    assert much_shared_memory
 
 
 @every_chunked

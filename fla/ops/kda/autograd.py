@@ -52,10 +52,12 @@ def _forward(
     state = None if initial_state is None else initial_state.contiguous()
     with on_device_of(q), sound_products(k, v, cu_seqlens is not None):
         o, final, saved, h = chunk_forward(
-            q, k, v, g, beta, settings, state, output_final_state, flat(A_log), flat(dt_bias), cu_seqlens, keep
+            q, k, v, g, beta, settings, state, output_final_state, flat(A_log), flat(dt_bias), cu_seqlens, keep, states
         )
     kept = saved[11:] if keep else (None,) * len(_KEPT)
-    return o, final, (h.clone() if keep else h) if states else None, *kept
+    if h is not None and keep:
+        h = h.clone()
+    return o, final, h if states else None, *kept
 
 
 def _fake(

@@ -12,7 +12,7 @@ from tests.ops.kernels import BF16, EVERYTHING, FP32, assert_same, call, everyth
 pytestmark = pytest.mark.interpreted
 
 
-def test_kept_tensors_give_the_same_bits_and_serve_twice():
+def test_kept_tensors_give_the_same_gradients_and_serve_twice():
     given = case(chunk_kda, dtype=BF16, HV=2, **EVERYTHING)
     assert_same(everything(chunk_kda, given), everything(chunk_kda, given, disable_recompute=True))
     leaves = {name: x.requires_grad_() for name, x in given.tensors.items()}

@@ -1,8 +1,13 @@
-"""The recurrence over chunks: the only part of the delta rule that is sequential, and little else is in it.
+"""The recurrence over chunks: the only part of the delta rule that is sequential.
 
     U' = U - W S;   S <- decay S + K'^T U'
 
-One program owns a block of value columns of one head of one sequence and keeps its state in registers.
+One program owns a block of value columns of one head of one sequence and keeps its state in registers. Either it writes each
+S and U' for other kernels to read, or, where shared memory holds what it loads ahead, the outputs that follow from them,
+
+    O = Q' S + M U',
+
+which takes no longer (0.075 instead of 0.077 ms on an H100) and saves two tensors and a kernel.
 """
 
 from __future__ import annotations
@@ -16,18 +21,26 @@ from fla.ops.common.kernels.layout import sequence_span
 
 @triton.jit(do_not_specialize=['T'])
 def states_forward(
+    q,
     k,
+    attend,
     w,
     u,
     G,
+    rq,
     rk,
     h,
     v_new,
+    o,
     initial,
     final,
     cu_seqlens,
     offsets,
+    scale,
     T,
+    q_b,
+    q_t,
+    q_h,
     k_b,
     k_t,
     k_h,
@@ -40,6 +53,7 @@ def states_forward(
     BV: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     NORMALISED: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     V_FIRST: tl.constexpr,
@@ -50,11 +64,13 @@ def states_forward(
     """Grid (N * HV * ceil(V / BV),): one axis, because the others end at 65,535.
 
     Args:
-        k: `[B, T, H, K]` by strides; with PER_CHANNEL the keys e^{G_C - G} k `[B, T, HV, K]` contiguous instead.
+        q, k: `[B, T, H, K]` by strides; with PER_CHANNEL scale e^G q and e^{G_C - G} k `[B, T, HV, K]` contiguous instead.
+        attend: M `[B, T, HV, SIZE]`, contiguous. It and q are read with OUTPUTS.
         w `[B, T, HV, K]`, u `[B, T, HV, V]`: contiguous, in k's dtype.
         G: running log decay, float32 or float64 `[B, T, HV]` or `[B, T, HV, K]`.
-        rk: 1 / norm of k, float32 `[B, T, HV]`.
-        h: `[rows, HV, K, V]`, states before each chunk; v_new: `[B, T, HV, V]`; both written, in k's dtype.
+        rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`, read with NORMALISED.
+        h: `[rows, HV, K, V]`, states before each chunk; v_new: `[B, T, HV, V]`; both written, in k's dtype, but with OUTPUTS
+            o `[B, T, HV, V]` instead.
         initial, final: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`.
     """
     pid = tl.program_id(0)
@@ -80,33 +96,60 @@ def states_forward(
     steps = tl.arange(0, SIZE)
     w_ptr = w + (token * HV + hv) * K
     u_ptr = u + (token * HV + hv) * V
-    n_ptr = v_new + (token * HV + hv) * V
+    if OUTPUTS:
+        m_ptr = attend + (token * HV + hv) * SIZE
+        o_ptr = o + (token * HV + hv) * V
+    else:
+        n_ptr = v_new + (token * HV + hv) * V
+        h_ptr = h + (row * HV + hv) * K * V + rk_[:, None] * V + cv[None, :]
     if PER_CHANNEL:
         k_ptr = k + (token * HV + hv) * K
+        q_ptr = q + (token * HV + hv) * K
         G_ptr = G + (token * HV + hv) * K
     else:
-        k_ptr = k + batch * k_b + start.to(tl.int64) * k_t + (hv // (HV // H)).to(tl.int64) * k_h
+        head = (hv // (HV // H)).to(tl.int64)
+        k_ptr = k + batch * k_b + start.to(tl.int64) * k_t + head * k_h
+        q_ptr = q + batch * q_b + start.to(tl.int64) * q_t + head * q_h
         G_ptr = G + token * HV + hv
-    rk_ptr = rk + token * HV + hv
-    h_ptr = h + (row * HV + hv) * K * V + rk_[:, None] * V + cv[None, :]
+    if NORMALISED:
+        rk_ptr = rk + token * HV + hv
+        if OUTPUTS:
+            rq_ptr = rq + token * HV + hv
     for c in tl.range(0, tl.cdiv(length, SIZE), num_stages=STAGES):
         t = c * SIZE + steps
         inside = t < length
         last = tl.minimum(c * SIZE + SIZE, length) - 1
         tile = t[:, None].to(tl.int64) * HV
-        tl.store(h_ptr + c.to(tl.int64) * HV * K * V, S.to(h.dtype.element_ty), mask=state_mask)
+        time = t[:, None].to(tl.int64)
         k_mask = inside[:, None] & (rk_[None, :] < K)
         v_mask = inside[:, None] & (cv[None, :] < V)
+        before = S.to(w.dtype.element_ty)
+        if not OUTPUTS:
+            tl.store(h_ptr + c.to(tl.int64) * HV * K * V, before.to(h.dtype.element_ty), mask=state_mask)
         W = tl.load(w_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
         U = tl.load(u_ptr + tile * V + cv[None, :], mask=v_mask, other=0.0).to(tl.float32)
-        U -= tl.dot(W, S.to(W.dtype), input_precision=PRECISION)
-        tl.store(n_ptr + tile * V + cv[None, :], U.to(v_new.dtype.element_ty), mask=v_mask)
+        U -= tl.dot(W, before, input_precision=PRECISION)
+        if OUTPUTS:
+            M = tl.load(m_ptr + tile * SIZE + steps[None, :], mask=inside[:, None], other=0.0)
+            if PER_CHANNEL:
+                Q = tl.load(q_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
+                out = tl.dot(Q, before, input_precision=PRECISION)
+            else:
+                Q = tl.load(q_ptr + time * q_t + rk_[None, :], mask=k_mask, other=0.0)
+                grown = exp32(tl.load(G_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0)) * scale
+                if NORMALISED:
+                    grown *= tl.load(rq_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0)
+                out = tl.dot(Q, before, input_precision=PRECISION) * grown[:, None]
+            out += tl.dot(M, U.to(M.dtype), input_precision=PRECISION)
+            tl.store(o_ptr + tile * V + cv[None, :], out.to(o.dtype.element_ty), mask=v_mask)
+        else:
+            tl.store(n_ptr + tile * V + cv[None, :], U.to(v_new.dtype.element_ty), mask=v_mask)
         if PER_CHANNEL:
             keys = tl.load(k_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
             decay = exp32(tl.load(G_ptr + last.to(tl.int64) * HV * K + rk_, mask=rk_ < K, other=0.0))
             S = S * decay[:, None]
         else:
-            keys = tl.load(k_ptr + t[:, None].to(tl.int64) * k_t + rk_[None, :], mask=k_mask, other=0.0)
+            keys = tl.load(k_ptr + time * k_t + rk_[None, :], mask=k_mask, other=0.0)
             G_last = tl.load(G_ptr + last.to(tl.int64) * HV)
             left = exp32(G_last - tl.load(G_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0))
             left = tl.where(inside, left, 0.0)

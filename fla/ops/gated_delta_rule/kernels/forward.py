@@ -1,7 +1,7 @@
 """Forward of the chunked gated delta rule: what is parallel over chunks.
 
-`prepare` turns keys, values and gates into the WY form of each chunk; `states_forward` (shared) runs over the chunks;
-`outputs` reads the states back.
+`prepare` turns keys, values and gates into the WY form of each chunk; `states_forward` (shared) runs over the chunks. That
+gives the outputs, for which `prepare` leaves the scores, or `outputs` reads the states back.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def gate_of(g, hv, A_log, dt_bias, GATE: tl.constexpr, HAS_BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=['T'])
 def prepare(
+    q,
     k,
     v,
     g,
@@ -33,13 +34,19 @@ def prepare(
     A_log,
     dt_bias,
     G,
+    rq,
     rk,
+    attend,
     inverse,
     w,
     u,
     cu_seqlens,
     table,
+    scale,
     T,
+    q_b,
+    q_t,
+    q_h,
     k_b,
     k_t,
     k_h,
@@ -64,12 +71,14 @@ def prepare(
     HAS_BIAS: tl.constexpr,
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
+    ATTEND: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ):
     """Grid (rows * HV,). Written: G, wide, and rk, float32, `[B, T, HV]`; inverse `[B, T, HV, SIZE]`, w `[B, T, HV, K]`,
-    u `[B, T, HV, V]` in k's dtype, with (I + L)^-1 as `inverse`."""
+    u `[B, T, HV, V]` in k's dtype, with (I + L)^-1 as `inverse`; with ATTEND also rq and, in k's dtype, the scores
+    `attend` = scale tril(q k^T e^{G - G'}) `[B, T, HV, SIZE]`."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -79,8 +88,9 @@ def prepare(
     steps = tl.arange(0, SIZE)
     inside = first + steps < end
     batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
-    h = hv // (HV // H)
-    k_ptr = k + batch64 * k_b + first64 * k_t + h.to(tl.int64) * k_h
+    head = (hv // (HV // H)).to(tl.int64)
+    k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
+    q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
     v_ptr = v + batch64 * v_b + first64 * v_t + hv.to(tl.int64) * v_h
     token = (batch64 * T + first64) * HV + hv
     own = steps.to(tl.int64) * HV
@@ -91,11 +101,15 @@ def prepare(
     bt = tl.load(beta + batch64 * b_b + first64 * b_t + hv * b_h + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
     bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
     scores = tl.zeros([SIZE, SIZE], tl.float32)
+    for_q = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
         keys = tl.load(k_ptr + steps[:, None].to(tl.int64) * k_t + cols[None, :], mask=mask, other=0.0)
         scores += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+        if ATTEND:
+            Q = tl.load(q_ptr + steps[:, None].to(tl.int64) * q_t + cols[None, :], mask=mask, other=0.0)
+            for_q += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
     norm = tl.full([SIZE], 1.0, tl.float32)
     if NORMALISE:
         norm = inverse_norm(k_ptr, k_t, steps[:, None].to(tl.int64), inside, K, BK)
@@ -103,10 +117,17 @@ def prepare(
         scores *= norm[:, None] * norm[None, :]
     strict = steps[:, None] > steps[None, :]
     decay = exp32(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0))
+    square = token * SIZE + own[:, None] * SIZE + steps[None, :]
+    if ATTEND:
+        factor = tl.zeros([SIZE], tl.float32) + scale
+        if NORMALISE:
+            q_norm = inverse_norm(q_ptr, q_t, steps[:, None].to(tl.int64), inside, K, BK)
+            tl.store(rq + token + own, q_norm, mask=inside)
+            factor *= q_norm
+        M = tl.where(steps[:, None] >= steps[None, :], for_q * decay * (factor[:, None] * norm[None, :]), 0.0)
+        tl.store(attend + square, M.to(attend.dtype.element_ty), mask=inside[:, None])
     X = unit_lower_inverse(tl.where(strict, scores * decay * bt[:, None], 0.0), INVERSE_PRECISION)
-    tl.store(
-        inverse + token * SIZE + own[:, None] * SIZE + steps[None, :], X.to(inverse.dtype.element_ty), mask=inside[:, None]
-    )
+    tl.store(inverse + square, X.to(inverse.dtype.element_ty), mask=inside[:, None])
     for_w = (X * (bt * exp32(Gc) * norm)[None, :]).to(w.dtype.element_ty)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)

@@ -79,38 +79,47 @@ def chunk_forward(
     layout = layout_of(batch, length, CHUNK, cu_seqlens)
     common = _common(q, v, layout)
     rule = _Rule(q, dim_k, dim_v)
+    normalise = options.use_qk_l2norm_in_kernel
     G = _empty(q, batch, length, heads, dtype=precisions.of_sums(q.dtype))
-    rk = _empty(q, batch, length, heads, dtype=torch.float32) if options.use_qk_l2norm_in_kernel else G
+    rq = rk = G  # not read
+    if normalise:
+        rq, rk = (_empty(q, batch, length, heads, dtype=torch.float32) for _ in range(2))
     inverse = _empty(q, batch, length, heads, CHUNK)
+    attend = _empty(q, batch, length, heads, CHUNK) if rule.outputs_with_states else None
     w = _empty(q, batch, length, heads, dim_k)
     u = _empty(q, batch, length, heads, dim_v)
     chunks = layout.rows * heads
     launch(prepare, (chunks,))(
-        *(k, v, g, beta, A_log, dt_bias, G, rk, inverse, w, u, cu_seqlens, layout.table, length),
-        *(*k.stride()[:3], *v.stride()[:3], *g.stride(), *beta.stride()),
+        *(q, k, v, g, beta, A_log, dt_bias, G, rq, rk, attend, inverse, w, u),
+        *(cu_seqlens, layout.table, options.scale, length),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride(), *beta.stride()),
         **common,
         BK=rule.block_k,
         BV=rule.block_v,
-        NORMALISE=options.use_qk_l2norm_in_kernel,
+        NORMALISE=normalise,
         GATE=options.use_gate_in_kernel,
         HAS_BIAS=dt_bias is not None,
         SIGMOID=options.use_beta_sigmoid_in_kernel,
         DOUBLE=options.allow_neg_eigval,
+        ATTEND=attend is not None,
         INVERSE_PRECISION=common['PRECISION'],
         num_warps=rule.warps,
     )
-    h, v_new, final = _states(k, w, u, G, rk, initial_state, cu_seqlens, layout, options, output_final_state, common, rule)
     o = _empty(v, batch, length, heads, dim_v)
-    launch(outputs, (triton.cdiv(dim_v, rule.output_block_v) * chunks,))(
-        *(q, k, v_new, G, rk, h, o, cu_seqlens, layout.table, options.scale, length),
-        *(*q.stride()[:3], *k.stride()[:3]),
-        **common,
-        BK=rule.block_k,
-        BV=rule.output_block_v,
-        NORMALISE=options.use_qk_l2norm_in_kernel,
-        num_warps=rule.warps,
-        num_stages=rule.stages,
+    h, v_new, final = _states(
+        *(q, k, attend, w, u, G, rq, rk, o, initial_state, cu_seqlens, layout, options, output_final_state, common, rule)
     )
+    if attend is None:
+        launch(outputs, (triton.cdiv(dim_v, rule.output_block_v) * chunks,))(
+            *(q, k, v_new, G, rk, h, o, cu_seqlens, layout.table, options.scale, length),
+            *(*q.stride()[:3], *k.stride()[:3]),
+            **common,
+            BK=rule.block_k,
+            BV=rule.output_block_v,
+            NORMALISE=normalise,
+            num_warps=rule.warps,
+            num_stages=rule.stages,
+        )
     return o, final, G, inverse
 
 
@@ -164,7 +173,11 @@ def chunk_backward(
         num_warps=rule.warps,
         num_stages=rule.stages,
     )
-    h, v_new, _ = _states(k, w, u, G, rk, initial_state, cu_seqlens, layout, options, False, common, rule)
+    h, v_new, _ = _states(
+        *(q, k, None, w, u, G, rq, rk, None, initial_state, cu_seqlens, layout, options, False, common, rule)
+    )
+    assert h is not None
+    assert v_new is not None
     dh = torch.empty_like(h)
     d_initial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     launch(states_backward, (triton.cdiv(dim_v, rule.backward_block_v) * layout.count * heads,))(
@@ -249,11 +262,15 @@ def chunk_backward(
 
 
 def _states(
+    q: torch.Tensor,
     k: torch.Tensor,
+    attend: torch.Tensor | None,
     w: torch.Tensor,
     u: torch.Tensor,
     G: torch.Tensor,
+    rq: torch.Tensor | None,
     rk: torch.Tensor,
+    o: torch.Tensor | None,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     layout: Layout,
@@ -261,28 +278,32 @@ def _states(
     output_final_state: bool,
     common: dict[str, Any],
     rule: _Rule,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """States before each chunk `[rows, HV, K, V]`, U' `[B, T, HV, V]` and the final state."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """States before each chunk `[rows, HV, K, V]`, U' `[B, T, HV, V]` and the final state. With `attend` o is written, and
+    not the first two."""
     heads, dim_v = u.shape[2:]
     dim_k = k.shape[-1]
-    h = _empty(u, layout.rows, heads, dim_k, dim_v)
-    v_new = torch.empty_like(u)
-    final = None
+    h = v_new = final = None
+    if attend is None:
+        h = _empty(u, layout.rows, heads, dim_k, dim_v)
+        v_new = torch.empty_like(u)
     if output_final_state:
         shape = (dim_v, dim_k) if options.state_v_first else (dim_k, dim_v)
         final = _empty(u, layout.count, heads, *shape, dtype=torch.float32)
     launch(states_forward, (triton.cdiv(dim_v, rule.state_block_v) * layout.count * heads,))(
-        *(k, w, u, G, rk, h, v_new, None if initial_state is None else initial_state.contiguous(), final),
-        *(cu_seqlens, layout.offsets, G.shape[1], *k.stride()[:3]),
+        *(q, k, attend, w, u, G, rq, rk, h, v_new, o),
+        *(None if initial_state is None else initial_state.contiguous(), final, cu_seqlens, layout.offsets),
+        *(options.scale, G.shape[1], *q.stride()[:3], *k.stride()[:3]),
         **common,
         BK=rule.whole_k,
         BV=rule.state_block_v,
         PER_CHANNEL=False,
         NORMALISED=options.use_qk_l2norm_in_kernel,
+        OUTPUTS=attend is not None,
         HAS_INITIAL=initial_state is not None,
         HAS_FINAL=output_final_state,
         V_FIRST=options.state_v_first,
-        STAGES=rule.state_stages,
+        STAGES=rule.state_stages if attend is None else rule.outputs_stages,
         num_warps=rule.state_warps,
     )
     return h, v_new, final
@@ -311,6 +332,9 @@ class _Rule:
         large = wide or small or self.whole_k > 128
         self.state_block_v = min(32 if large else 64, self.block_v)
         self.state_stages = 1 if large else 3
+        # with the outputs a stage is 65 KiB
+        self.outputs_with_states = not large
+        self.outputs_stages = 3 if major in (9, 10) else 2
         self.state_warps = 8 if self.whole_k > (64 if wide else 128) else 4
         self.backward_block_v = min(32 if large or major < 9 else 64, self.block_v)
         self.backward_stages = 1 if large else 2

@@ -1,4 +1,4 @@
-"""Forward of chunked Kimi delta attention: what is parallel over chunks.
+"""Forward of chunked Kimi delta attention: what is parallel over chunks, each of which goes into its WY form.
 
 With one decay per channel, the scores of a chunk, sum_c x_ic e^{G_ic - G_jc} k_jc for j < i, are a product only through a
 step r between them, e^{G_i - G_r} e^{G_r - G_j}. Usually the middle of the chunk will do for all i and j: while no step is
@@ -8,6 +8,8 @@ Chunks with stronger decays, marked as `far`, are split by halves: at level s a 
 and a step i of the second block sees a step j of the first one through the boundary between them. Each pair i > j meets at
 exactly one of the six levels 32, 16, …, 1, so that six products give all scores, with every exponent at most 0. That takes
 all registers there are, which is why it is a kernel of its own, whose programs find nothing to do for the other chunks.
+
+Sums over a row stand in loops of their own: see `gates.inverse_norm`.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, sigmoid, softplus
+from fla.ops.common.kernels.gates import beta_of, exp32, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
-from fla.ops.common.kernels.solve import below, unit_lower_inverse
+from fla.ops.common.kernels.solve import below, spread, unit_lower_inverse
 
 
 @triton.jit
@@ -90,17 +92,133 @@ def level_scores(
     return for_q, for_k
 
 
+@triton.jit
+def rows(q_ptr, q_t, k_ptr, k_t, time, inside, K: tl.constexpr, BK: tl.constexpr, NORMALISE: tl.constexpr):
+    """q k of each step with itself, and 1 / norm of q and of k."""
+    diagonal = tl.zeros([inside.shape[0]], tl.float32)
+    q_squares = tl.zeros([inside.shape[0]], tl.float32)
+    k_squares = tl.zeros([inside.shape[0]], tl.float32)
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        diagonal += tl.sum(Q * keys, 1)
+        if NORMALISE:
+            q_squares += tl.sum(Q * Q, 1)
+            k_squares += tl.sum(keys * keys, 1)
+    q_norm = tl.full([inside.shape[0]], 1.0, tl.float32)
+    k_norm = tl.full([inside.shape[0]], 1.0, tl.float32)
+    if NORMALISE:
+        q_norm = tl.rsqrt(q_squares + 1e-6)
+        k_norm = tl.rsqrt(k_squares + 1e-6)
+    return diagonal, q_norm, k_norm
+
+
+@triton.jit
+def store_decayed(Q, keys, Gc, G_last, q_factor, k_norm, at, mask, w_ptr, kg_ptr, qg_ptr):
+    """kg = e^{G_C - G} k and qg = scale e^G q, as the recurrence reads them, and in w's place what w is made of: e^G k."""
+    grown = exp32(Gc)
+    keys, Q = keys.to(tl.float32), Q.to(tl.float32)
+    tl.store(kg_ptr + at, (keys * exp32(G_last[None, :] - Gc) * k_norm[:, None]).to(kg_ptr.dtype.element_ty), mask=mask)
+    tl.store(qg_ptr + at, (Q * grown * q_factor[:, None]).to(qg_ptr.dtype.element_ty), mask=mask)
+    tl.store(w_ptr + at, (keys * grown).to(w_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_scores(
+    for_q,
+    for_k,
+    diagonal,
+    q_factor,
+    k_norm,
+    steps,
+    inside,
+    attend,
+    lower,
+    token,
+    HV: tl.constexpr,
+    SIZE: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Of what two products gave, the parts below the diagonal: the rest may be anything, infinite too. Returns the lower
+    scores of k, normalised."""
+    i, j = steps[:, None], steps[None, :]
+    at = (token + i.to(tl.int64) * HV) * SIZE + j
+    M = tl.where(i > j, for_q, tl.where(i == j, diagonal[:, None], 0.0)) * (q_factor[:, None] * k_norm[None, :])
+    tl.store(attend + at, M.to(attend.dtype.element_ty), mask=inside[:, None])
+    A = tl.where(i > j, for_k * (k_norm[:, None] * k_norm[None, :]), 0.0)
+    if FULL:
+        tl.store(lower + at, A, mask=inside[:, None])
+    return A
+
+
+@triton.jit
+def store_updates(
+    A,
+    bt,
+    k_norm,
+    v_ptr,
+    v_t,
+    steps,
+    inside,
+    inverse,
+    w,
+    u,
+    token,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    FULL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """X = (I + beta A)^-1, u = X beta v, and w = X beta k from what `store_decayed` has left in its place."""
+    own = token + steps[:, None].to(tl.int64) * HV
+    X = unit_lower_inverse(A * bt[:, None], PRECISION)
+    if FULL:
+        tl.store(inverse + own * SIZE + steps[None, :], X.to(inverse.dtype.element_ty), mask=inside[:, None])
+    X *= bt[None, :]
+    for_u = X.to(u.dtype.element_ty)
+    for i in range(0, V, BV):
+        cols = i + tl.arange(0, BV)
+        mask = inside[:, None] & (cols[None, :] < V)
+        values = tl.load(v_ptr + steps[:, None].to(tl.int64) * v_t + cols[None, :], mask=mask, other=0.0)
+        U = tl.dot(for_u, values, input_precision=PRECISION)
+        tl.store(u + own * V + cols[None, :], U.to(u.dtype.element_ty), mask=mask)
+    # the keys have been written by other threads
+    tl.debug_barrier()
+    for_w = (X * k_norm[None, :]).to(w.dtype.element_ty)
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        grown = tl.load(w + own * K + cols[None, :], mask=mask, other=0.0)
+        W = tl.dot(for_w, grown, input_precision=PRECISION)
+        # all of the tile has been read
+        tl.debug_barrier()
+        tl.store(w + own * K + cols[None, :], W.to(w.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=['T'])
-def scores(
+def prepare(
     q,
     k,
+    v,
     g,
+    beta,
     A_log,
     dt_bias,
     G,
     far,
     attend,
     lower,
+    inverse,
+    w,
+    u,
+    kg,
+    qg,
     cu_seqlens,
     table,
     scale,
@@ -112,25 +230,37 @@ def scores(
     k_b,
     k_t,
     k_h,
+    v_b,
+    v_t,
+    v_h,
     g_b,
     g_t,
     g_h,
+    b_b,
+    b_t,
+    b_h,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
+    V: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
+    BV: tl.constexpr,
     NORMALISE: tl.constexpr,
     GATE: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    FULL: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written, all `[B, T, HV, ·]` and contiguous: the running log decay G (wide, K); `attend`, the
-    scores scale * tril(q k), and `lower`, the scores tril(k k, -1) in float32 (SIZE), but not of far chunks; and `far`
-    `[rows, HV]`, 1 where they are left to `scores_by_halves`."""
+    """Grid (rows * HV,). Written, `[B, T, HV, ·]` and contiguous: w (K), u (V), kg (K), qg (K) and `attend`, the scores
+    scale * tril(q k) (SIZE). With FULL also the running log decay G (wide, K), the scores `lower` = tril(k k, -1) in float32
+    (SIZE), and the inverse (I + beta lower)^-1 (SIZE); without it the last row of G in each chunk. And `far` `[rows, HV]`: 1
+    where all but that is left to `prepare_by_halves`."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -141,90 +271,70 @@ def scores(
     steps = tl.arange(0, SIZE)
     inside = steps < count
     batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
-    head = (hv // (HV // H)).to(tl.int64)
+    head, hv64 = (hv // (HV // H)).to(tl.int64), hv.to(tl.int64)
     q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
     k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
-    g_ptr = g + batch64 * g_b + first64 * g_t + hv.to(tl.int64) * g_h
+    v_ptr = v + batch64 * v_b + first64 * v_t + hv64 * v_h
+    g_ptr = g + batch64 * g_b + first64 * g_t + hv64 * g_h
+    b_ptr = beta + batch64 * b_b + first64 * b_t + hv64 * b_h
     token = (batch64 * T + first64) * HV + hv
     own = steps[:, None].to(tl.int64) * HV
     time = steps[:, None].to(tl.int64)
-    G_ptr = G + token * K
-    # float16 has not the range
-    MOST: tl.constexpr = -1.0 if q.dtype.element_ty == tl.float16 else 60.0
-    diagonal = tl.zeros([SIZE], tl.float32)
-    k_squares = tl.zeros([SIZE], tl.float32)
-    q_squares = tl.zeros([SIZE], tl.float32)
+    diagonal, q_norm, k_norm = rows(q_ptr, q_t, k_ptr, k_t, time, inside, K, BK, NORMALISE)
+    for_k = tl.zeros([SIZE, SIZE], tl.float32)
+    for_q = tl.zeros([SIZE, SIZE], tl.float32)
     furthest = 0.0
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
+        at = own * K + cols[None, :]
         gate = tl.load(g_ptr + time * g_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
+        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
         gate = gate_of(gate, hv, cols, cols < K, A_log, dt_bias, lower_bound, K, GATE, HAS_A, HAS_BIAS, BOUNDED)
         Gc = tl.cumsum(tl.where(mask, gate, 0.0).to(G.dtype.element_ty), 0)
-        tl.store(G_ptr + own * K + cols[None, :], Gc, mask=mask)
+        tl.store(G + token * K + at, Gc, mask=mask if FULL else mask & (steps == count - 1)[:, None])
         middle = tl.sum(tl.where((steps == count // 2)[:, None], Gc, 0.0), 0)
-        furthest = tl.maximum(
-            furthest, tl.max(tl.max(tl.where(mask, tl.abs(Gc - middle[None, :]).to(tl.float32), 0.0), 1), 0)
-        )
-        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        diagonal += tl.sum(Q * keys, 1)
-        if NORMALISE:
-            k_squares += tl.sum(keys * keys, 1)
-            q_squares += tl.sum(Q * Q, 1)
-    near = furthest <= MOST
-    tl.store(far + pid, 1 - near.to(tl.int32))
-    if not near:
-        return
-    # G is read back below, by other threads
-    tl.debug_barrier()
-    for_k = tl.zeros([SIZE, SIZE], tl.float32)
-    for_q = tl.zeros([SIZE, SIZE], tl.float32)
-    for i in range(0, K, BK):
-        cols = i + tl.arange(0, BK)
-        mask = inside[:, None] & (cols[None, :] < K)
-        Gc = tl.load(G_ptr + own * K + cols[None, :], mask=mask, other=0.0)
-        away = from_middle(Gc, G_ptr, cols, cols < K, mask, count, HV, K)
+        G_last = tl.sum(tl.where((steps == count - 1)[:, None], Gc, 0.0), 0)
+        away = tl.where(mask, Gc - middle[None, :], 0.0).to(tl.float32)
+        furthest = tl.maximum(furthest, tl.max(tl.max(tl.abs(away), 1), 0))
         later = tl.exp(away)
-        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
         sooner = tl.trans((keys.to(tl.float32) * tl.exp(-away)).to(keys.dtype))
         for_k += tl.dot((keys.to(tl.float32) * later).to(keys.dtype), sooner, input_precision=PRECISION)
-        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
         for_q += tl.dot((Q.to(tl.float32) * later).to(Q.dtype), sooner, input_precision=PRECISION)
-    k_norm = tl.full([SIZE], 1.0, tl.float32)
-    q_norm = tl.full([SIZE], 1.0, tl.float32)
-    if NORMALISE:
-        k_norm = tl.rsqrt(k_squares + 1e-6)
-        q_norm = tl.rsqrt(q_squares + 1e-6)
-    store_scores(
-        for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend + token * SIZE, lower + token * SIZE, HV, SIZE
-    )
-
-
-@triton.jit
-def store_scores(
-    for_q, for_k, diagonal, q_factor, k_norm, steps, inside, attend_ptr, lower_ptr, HV: tl.constexpr, SIZE: tl.constexpr
-):
-    """Of what two products gave, the parts below the diagonal: the rest may be anything, infinite too."""
-    i, j = steps[:, None], steps[None, :]
-    at = i.to(tl.int64) * HV * SIZE + j
-    M = tl.where(i > j, for_q, tl.where(i == j, diagonal[:, None], 0.0)) * (q_factor[:, None] * k_norm[None, :])
-    tl.store(attend_ptr + at, M.to(attend_ptr.dtype.element_ty), mask=inside[:, None])
-    A = tl.where(i > j, for_k * (k_norm[:, None] * k_norm[None, :]), 0.0)
-    tl.store(lower_ptr + at, A, mask=inside[:, None])
+        store_decayed(Q, keys, Gc, G_last, q_norm * scale, k_norm, at, mask, w + token * K, kg + token * K, qg + token * K)
+    near = furthest <= 60.0
+    tl.store(far + pid, tl.where(near, 0, 1))
+    if not near:
+        return
+    A = store_scores(for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend, lower, token, HV, SIZE, FULL)
+    bt = tl.load(b_ptr + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
+    bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
+    store_updates(A, bt, k_norm, v_ptr, v_t, steps, inside, inverse, w, u, token, HV, K, V, SIZE, BK, BV, FULL, PRECISION)
 
 
 @triton.jit(do_not_specialize=['T'])
-def scores_by_halves(
+def prepare_by_halves(
     q,
     k,
+    v,
+    g,
+    beta,
+    A_log,
+    dt_bias,
     G,
     far,
     attend,
     lower,
+    inverse,
+    w,
+    u,
+    kg,
+    qg,
     cu_seqlens,
     table,
     scale,
+    lower_bound,
     T,
     q_b,
     q_t,
@@ -232,16 +342,34 @@ def scores_by_halves(
     k_b,
     k_t,
     k_h,
+    v_b,
+    v_t,
+    v_h,
+    g_b,
+    g_t,
+    g_h,
+    b_b,
+    b_t,
+    b_h,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
+    V: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
+    BV: tl.constexpr,
     NORMALISE: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    FULL: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). `attend` and `lower` as `scores` writes them, of far chunks."""
+    """Grid (rows * HV,). All that `prepare` writes and the whole of G, of far chunks."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -254,20 +382,35 @@ def scores_by_halves(
     steps = tl.arange(0, SIZE)
     inside = steps < count
     batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
-    head = (hv // (HV // H)).to(tl.int64)
+    head, hv64 = (hv // (HV // H)).to(tl.int64), hv.to(tl.int64)
     q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
     k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
+    v_ptr = v + batch64 * v_b + first64 * v_t + hv64 * v_h
+    g_ptr = g + batch64 * g_b + first64 * g_t + hv64 * g_h
+    b_ptr = beta + batch64 * b_b + first64 * b_t + hv64 * b_h
     token = (batch64 * T + first64) * HV + hv
     own = steps[:, None].to(tl.int64) * HV
     time = steps[:, None].to(tl.int64)
-    G_ptr = G + token * K
+    diagonal, q_norm, k_norm = rows(q_ptr, q_t, k_ptr, k_t, time, inside, K, BK, NORMALISE)
     for_k = tl.zeros([SIZE, SIZE], tl.float32)
     for_q = tl.zeros([SIZE, SIZE], tl.float32)
+    G_ptr = G + token * K
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = inside[:, None] & (cols[None, :] < K)
+        at = own * K + cols[None, :]
+        gate = tl.load(g_ptr + time * g_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        gate = gate_of(gate, hv, cols, cols < K, A_log, dt_bias, lower_bound, K, GATE, HAS_A, HAS_BIAS, BOUNDED)
+        Gc = tl.cumsum(tl.where(mask, gate, 0.0).to(G.dtype.element_ty), 0)
+        tl.store(G_ptr + at, Gc, mask=mask)
+        G_last = tl.sum(tl.where((steps == count - 1)[:, None], Gc, 0.0), 0)
+        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
+        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
+        store_decayed(Q, keys, Gc, G_last, q_norm * scale, k_norm, at, mask, w + token * K, kg + token * K, qg + token * K)
+    # G is read back below, by other threads
+    tl.debug_barrier()
     near_k = tl.zeros([4, 16, 16], tl.float32)
     near_q = tl.zeros([4, 16, 16], tl.float32)
-    diagonal = tl.zeros([SIZE], tl.float32)
-    k_squares = tl.zeros([SIZE], tl.float32)
-    q_squares = tl.zeros([SIZE], tl.float32)
     steps3 = tl.arange(0, 4)[:, None, None] * 16 + tl.arange(0, 16)[None, :, None]
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
@@ -275,10 +418,6 @@ def scores_by_halves(
         Gc = tl.load(G_ptr + own * K + cols[None, :], mask=mask, other=0.0)
         Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
-        diagonal += tl.sum(Q.to(tl.float32) * keys.to(tl.float32), 1)
-        if NORMALISE:
-            k_squares += tl.sum(keys.to(tl.float32) * keys.to(tl.float32), 1)
-            q_squares += tl.sum(Q.to(tl.float32) * Q.to(tl.float32), 1)
         for level in range(2):
             for_q, for_k = level_scores(
                 Q, keys, Gc, G_ptr, steps, cols, mask, count, 32 >> level, for_q, for_k, HV, K, PRECISION
@@ -292,16 +431,12 @@ def scores_by_halves(
             near_q, near_k = near_scores(
                 Q3, keys3, G3, G_ptr, steps3, cols, in3, count, 8 >> level, near_q, near_k, HV, K, PRECISION
             )
-    k_norm = tl.full([SIZE], 1.0, tl.float32)
-    q_norm = tl.full([SIZE], 1.0, tl.float32)
-    if NORMALISE:
-        k_norm = tl.rsqrt(k_squares + 1e-6)
-        q_norm = tl.rsqrt(q_squares + 1e-6)
     for_q += spread(near_q)
     for_k += spread(near_k)
-    store_scores(
-        for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend + token * SIZE, lower + token * SIZE, HV, SIZE
-    )
+    A = store_scores(for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend, lower, token, HV, SIZE, FULL)
+    bt = tl.load(b_ptr + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
+    bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
+    store_updates(A, bt, k_norm, v_ptr, v_t, steps, inside, inverse, w, u, token, HV, K, V, SIZE, BK, BV, FULL, PRECISION)
 
 
 @triton.jit
@@ -334,113 +469,6 @@ def near_scores(
     near_k += tl.where(meet, tl.dot(ke, turned, input_precision=PRECISION), 0.0)
     near_q += tl.where(meet, tl.dot(qe, turned, input_precision=PRECISION), 0.0)
     return near_q, near_k
-
-
-@triton.jit
-def spread(blocks):
-    """`[4, 16, 16]` to the blocks on the diagonal of `[64, 64]`, 0 elsewhere."""
-    same = (tl.arange(0, 4)[:, None] == tl.arange(0, 4)[None, :])[:, :, None, None]
-    full = tl.where(same, blocks[:, None, :, :], 0.0)
-    return tl.reshape(tl.permute(full, (0, 2, 1, 3)), (64, 64))
-
-
-@triton.jit(do_not_specialize=['T'])
-def prepare(
-    q,
-    k,
-    v,
-    beta,
-    G,
-    lower,
-    inverse,
-    w,
-    u,
-    kg,
-    qg,
-    cu_seqlens,
-    table,
-    scale,
-    T,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    v_b,
-    v_t,
-    v_h,
-    b_b,
-    b_t,
-    b_h,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    SIZE: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    DOUBLE: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INVERSE_PRECISION: tl.constexpr,
-):
-    """Grid (rows * HV,). Written, all `[B, T, HV, ·]` and contiguous: the inverse (I + L)^-1 (SIZE), w (K), u (V),
-    kg = e^{G_C - G} k and qg = scale e^G q (K)."""
-    pid = tl.program_id(0)
-    row, hv = pid // HV, pid % HV
-    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
-    if n < 0:
-        return
-    first = start + c * SIZE
-    count = tl.minimum(end - first, SIZE)
-    steps = tl.arange(0, SIZE)
-    inside = steps < count
-    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
-    head = (hv // (HV // H)).to(tl.int64)
-    hv64 = hv.to(tl.int64)
-    q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
-    k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
-    v_ptr = v + batch64 * v_b + first64 * v_t + hv64 * v_h
-    token = (batch64 * T + first64) * HV + hv
-    own = steps[:, None].to(tl.int64) * HV
-    time = steps[:, None].to(tl.int64)
-    G_ptr = G + token * K
-    bt = tl.load(beta + batch64 * b_b + first64 * b_t + hv64 * b_h + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
-    bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
-    A = tl.load(lower + token * SIZE + own * SIZE + steps[None, :], mask=inside[:, None], other=0.0)
-    X = unit_lower_inverse(A * bt[:, None], INVERSE_PRECISION)
-    tl.store(inverse + token * SIZE + own * SIZE + steps[None, :], X.to(inverse.dtype.element_ty), mask=inside[:, None])
-    X *= bt[None, :]
-    for_u = X.to(u.dtype.element_ty)
-    for i in range(0, V, BV):
-        cols = i + tl.arange(0, BV)
-        mask = inside[:, None] & (cols[None, :] < V)
-        values = tl.load(v_ptr + time * v_t + cols[None, :], mask=mask, other=0.0)
-        U = tl.dot(for_u, values, input_precision=PRECISION)
-        tl.store(u + token * V + own * V + cols[None, :], U.to(u.dtype.element_ty), mask=mask)
-    k_norm = tl.full([SIZE], 1.0, tl.float32)
-    q_norm = tl.full([SIZE], 1.0, tl.float32)
-    if NORMALISE:
-        k_norm = inverse_norm(k_ptr, k_t, time, inside, K, BK)
-        q_norm = inverse_norm(q_ptr, q_t, time, inside, K, BK)
-    for_w = (X * k_norm[None, :]).to(w.dtype.element_ty)
-    for i in range(0, K, BK):
-        cols = i + tl.arange(0, BK)
-        mask = inside[:, None] & (cols[None, :] < K)
-        at = own * K + cols[None, :]
-        Gc = tl.load(G_ptr + at, mask=mask, other=0.0)
-        G_last = tl.load(G_ptr + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
-        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        grown = exp32(Gc)
-        W = tl.dot(for_w, (keys * grown).to(w.dtype.element_ty), input_precision=PRECISION)
-        tl.store(w + token * K + at, W.to(w.dtype.element_ty), mask=mask)
-        left = keys * exp32(G_last[None, :] - Gc) * k_norm[:, None]
-        tl.store(kg + token * K + at, left.to(kg.dtype.element_ty), mask=mask)
-        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(qg + token * K + at, (Q * grown * (q_norm * scale)[:, None]).to(qg.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=['T'])

@@ -1,8 +1,8 @@
 """Chunked Kimi delta attention on a GPU: what is launched, on which memory, with which blocks.
 
-The forward keeps only what it was given; the backward computes the rest again, bit for bit. Most of what it computes then
-overwrites what it has read for the last time, so that its peak is that of the recomputation. With `keep` (the operation's
-`disable_recompute`) the forward keeps everything and nothing is overwritten.
+The forward keeps only what it was given; the backward computes the rest again, with the states that the forward need not
+write. Most of what it computes then overwrites what it has read for the last time, so that its peak is that of the
+recomputation. With `keep` (the operation's `disable_recompute`) the forward keeps everything and nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
 from fla.ops.common.kernels.state_backward import states_backward
 from fla.ops.kda.kernels.backward import channels_backward, heads_backward, outputs_backward, pairs_backward
-from fla.ops.kda.kernels.forward import outputs, prepare, scores, scores_by_halves
+from fla.ops.kda.kernels.forward import outputs, prepare, prepare_by_halves
 from fla.utils.devices import capability_of
 
 SIZE = 64
@@ -120,7 +120,8 @@ def chunk_forward(
     dt_bias: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     keep: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, Saved, torch.Tensor]:
+    states: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, Saved, torch.Tensor | None]:
     """The operation, on inputs that have been checked: T, B and N at least 1, the last stride of q, k, v and g 1.
 
     Args:
@@ -131,19 +132,23 @@ def chunk_forward(
         A_log: `[HV]`. dt_bias: `[HV * K]`. Of raw gates.
         cu_seqlens: `[N + 1]` on the device.
         keep: save for the backward what it would compute again.
+        states: return the state before each chunk.
 
     Returns:
-        o `[B, T, HV, V]`, the final state (float32) or None, what `chunk_backward` wants, and the state before each chunk
-        `[rows, HV, K, V]` in k's dtype: rows of sequence n from `saved.offsets[n]`, or from n * ceil(T / 64).
+        o `[B, T, HV, V]`, the final state (float32) or None, what `chunk_backward` wants, and the state before each chunk if
+        asked for, `[rows, HV, K, V]` in k's dtype: rows of sequence n from `saved.offsets[n]`, or from n * ceil(T / 64).
     """
     layout = layout_of(q.shape[0], q.shape[1], SIZE, cu_seqlens)
     saved = Saved(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, layout.table, layout.offsets)
     final = None
     if output_final_state:
         final = v.new_empty(layout.count, v.shape[2], *_state_dims(saved, settings), dtype=torch.float32)
-    chunks = _chunks(saved, settings, layout, final)
     o = v.new_empty(v.shape)
     K, V = k.shape[-1], v.shape[-1]
+    if not (keep or states) and _stages_with_outputs(k, V) > 1:
+        _recurrence(saved, settings, layout, _prepare(saved, settings, layout, full=False), final, o=o)
+        return o, final, saved, None
+    chunks = _chunks(saved, settings, layout, final)
     BV = _block(V, 64)
     launch(outputs, (triton.cdiv(V, BV) * layout.rows * v.shape[2],))(
         chunks.qg,
@@ -432,129 +437,96 @@ def within_chunks(
     return Within(dq_heads, dk_heads, dv, dg, dbeta, dA, dbias)
 
 
+class _Prepared(NamedTuple):
+    """What `_prepare` computes; see the kernels that write it."""
+
+    G: torch.Tensor
+    far: torch.Tensor
+    attend: torch.Tensor
+    lower: torch.Tensor | None
+    inverse: torch.Tensor | None
+    w: torch.Tensor
+    kg: torch.Tensor
+    qg: torch.Tensor
+    u: torch.Tensor
+
+
 def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tensor | None) -> _Chunks:
-    """What the forward computes before its output, and the backward again."""
-    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, table, offsets = saved[:11]
+    """What the backward reads of what the forward computes, and a forward that keeps it."""
+    k, v = saved.k, saved.v
+    prepared = _prepare(saved, settings, layout, full=True)
+    h = torch.empty(layout.rows, v.shape[2], k.shape[-1], v.shape[-1], dtype=k.dtype, device=k.device)
+    _recurrence(saved, settings, layout, prepared, final, h=h)
+    # in which v_new has taken the place of u
+    return _Chunks(*prepared[:-1], h, prepared.u)  # type: ignore[arg-type]
+
+
+def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _Prepared:
+    """What is parallel over chunks, with `full` also what only a backward reads."""
+    q, k, v, g, beta, A_log, dt_bias, _, cu_seqlens, table, _ = saved[:11]
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    programs = layout.rows * HV
     precision = precisions.of_products(k.dtype)
 
     def empty(width: int, dtype: torch.dtype = k.dtype) -> torch.Tensor:
         return torch.empty(B, T, HV, width, dtype=dtype, device=k.device)
 
-    G, lower = empty(K, precisions.of_sums(k.dtype)), empty(SIZE, torch.float32)
-    attend, inverse, w, u, kg, qg = (empty(width) for width in (SIZE, SIZE, K, V, K, K))
-    far = torch.empty(layout.rows, HV, dtype=torch.int32, device=k.device)
-    launch(scores, (programs,))(
-        q,
-        k,
-        g,
-        A_log,
-        dt_bias,
-        G,
-        far,
-        attend,
-        lower,
-        cu_seqlens,
-        table,
-        settings.scale,
-        settings.lower_bound or 0.0,
-        T,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *g.stride()[:3],
-        H=H,
-        HV=HV,
-        K=K,
-        SIZE=SIZE,
-        BK=_block(K, 64 if k.element_size() == 2 else 32),
-        NORMALISE=settings.normalise,
-        GATE=settings.gate,
-        HAS_A=A_log is not None,
-        HAS_BIAS=dt_bias is not None,
-        BOUNDED=settings.lower_bound is not None,
-        PACKED=layout.packed,
-        PRECISION=precision,
-        num_warps=4,
-    )
-    launch(scores_by_halves, (programs,))(
-        q,
-        k,
-        G,
-        far,
-        attend,
-        lower,
-        cu_seqlens,
-        table,
-        settings.scale,
-        T,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        H=H,
-        HV=HV,
-        K=K,
-        SIZE=SIZE,
-        BK=_block(K, 64 if k.element_size() == 2 else 32),
-        NORMALISE=settings.normalise,
-        PACKED=layout.packed,
-        PRECISION=precision,
-        num_warps=4,
-    )
-    launch(prepare, (programs,))(
-        q,
-        k,
-        v,
-        beta,
-        G,
-        lower,
-        inverse,
-        w,
-        u,
-        kg,
-        qg,
-        cu_seqlens,
-        table,
-        settings.scale,
-        T,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *beta.stride(),
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        SIZE=SIZE,
-        BK=_block(K, 64 if k.element_size() == 2 else 32),
-        BV=_block(V, 64 if k.element_size() == 2 else 32),
-        NORMALISE=settings.normalise,
-        SIGMOID=settings.sigmoid,
-        DOUBLE=settings.double,
-        PACKED=layout.packed,
-        PRECISION=precision,
-        INVERSE_PRECISION=precision,
-        num_warps=4,
-    )
-    h = torch.empty(layout.rows, HV, K, V, dtype=k.dtype, device=k.device)
+    G = empty(K, precisions.of_sums(k.dtype))
+    lower = inverse = None
+    if full:
+        lower, inverse = empty(SIZE, torch.float32), empty(SIZE)
+    attend, w, u, kg, qg = (empty(width) for width in (SIZE, K, V, K, K))
+    # float16 has not the range for products through the middle of a chunk: all chunks are far
+    half = k.dtype == torch.float16
+    far = (torch.ones if half else torch.empty)(layout.rows, HV, dtype=torch.int32, device=k.device)
+    for kernel in (prepare_by_halves,) if half else (prepare, prepare_by_halves):
+        launch(kernel, (layout.rows * HV,))(
+            *(q, k, v, g, beta, A_log, dt_bias, G, far, attend, lower, inverse, w, u, kg, qg, cu_seqlens, table),
+            *(settings.scale, settings.lower_bound or 0.0, T),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride()),
+            H=H,
+            HV=HV,
+            K=K,
+            V=V,
+            SIZE=SIZE,
+            BK=_block(K, 64 if k.element_size() == 2 else 32),
+            BV=_block(V, 64 if k.element_size() == 2 else 32),
+            NORMALISE=settings.normalise,
+            GATE=settings.gate,
+            HAS_A=A_log is not None,
+            HAS_BIAS=dt_bias is not None,
+            BOUNDED=settings.lower_bound is not None,
+            SIGMOID=settings.sigmoid,
+            DOUBLE=settings.double,
+            FULL=full,
+            PACKED=layout.packed,
+            PRECISION=precision,
+            num_warps=4,
+        )
+    return _Prepared(G, far, attend, lower, inverse, w, kg, qg, u)
+
+
+def _recurrence(
+    saved: Saved,
+    settings: Settings,
+    layout: Layout,
+    prepared: _Prepared,
+    final: torch.Tensor | None,
+    h: torch.Tensor | None = None,
+    o: torch.Tensor | None = None,
+) -> None:
+    """Writes the states into h, and the updates into `prepared.u`; or outputs into o."""
+    k, v, initial_state = saved.k, saved.v, saved.initial_state
+    K, (HV, V) = k.shape[-1], v.shape[2:]
     BV = _state_block(k, V)
+    stages = _stages(k, (2 * K + BV) * SIZE, K * BV + SIZE * BV, 3) if o is None else _stages_with_outputs(k, V)
     launch(states_forward, (triton.cdiv(V, BV) * layout.count * HV,))(
-        kg,
-        w,
-        u,
-        G,
-        G,  # not read: there is no norm of k
-        h,
-        u,  # v_new: a program overwrites a tile of u that it alone has read
-        initial_state,
-        final,
-        cu_seqlens,
-        offsets,
-        T,
-        0,
-        0,
-        0,
-        H=H,
+        *(prepared.qg, prepared.kg, prepared.attend, prepared.w, prepared.u, prepared.G),
+        *(None, None, h),
+        prepared.u,  # v_new: a program overwrites a tile of u that it alone has read
+        *(o, initial_state, final, saved.cu_seqlens, layout.offsets, settings.scale, v.shape[1]),
+        *(0, 0, 0, 0, 0, 0),
+        H=saved.q.shape[2],
         HV=HV,
         K=K,
         V=V,
@@ -563,15 +535,15 @@ def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tenso
         BV=BV,
         PER_CHANNEL=True,
         NORMALISED=False,
+        OUTPUTS=o is not None,
         HAS_INITIAL=initial_state is not None,
         HAS_FINAL=final is not None,
         V_FIRST=settings.v_first,
         PACKED=layout.packed,
-        PRECISION=precision,
-        STAGES=_stages(k, (2 * K + BV) * SIZE, K * BV + SIZE * BV, 3),
+        PRECISION=precisions.of_products(k.dtype),
+        STAGES=stages,
         num_warps=_state_warps(k),
     )
-    return _Chunks(G, far, attend, lower, inverse, w, kg, qg, h, u)
 
 
 def _state_dims(saved: Saved, settings: Settings) -> tuple[int, int]:
@@ -606,6 +578,12 @@ def _stages(k: torch.Tensor, per_stage: int, besides: int, most: int) -> int:
     """Chunks that the recurrence loads ahead, given elements of shared memory: `most` where they fit, as on an H200."""
     room = _shared_memory(k.device) // k.element_size() - besides
     return max(1, min(most, room // per_stage))
+
+
+def _stages_with_outputs(k: torch.Tensor, V: int) -> int:
+    """As `_stages` of the recurrence that also writes the outputs."""
+    K, BV = k.shape[-1], _state_block(k, V)
+    return _stages(k, (3 * K + BV + SIZE) * SIZE, K * BV + SIZE * BV, 3)
 
 
 def _shared_memory(device: torch.device) -> int:
