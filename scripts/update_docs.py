@@ -116,13 +116,14 @@ def delta_rules(results: list[Result]) -> str:
 def _delta_rules(result: Result) -> str:
     versions = result['versions']
     stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
+    note = f' {result["note"]}' if 'note' in result else ''
     chunked = [row for row in result['rows'] if 'shape' in row]
     decoded = [row for row in result['rows'] if 'decode' in row]
     head = ['', 'B, T, H, K = V', 'backend', 'forward ms', 'with backward ms', 'peak MiB', 'largest error']
     rows = [[row['op'], ', '.join(map(str, row['shape'])), row['backend'], *_times(row)] for row in chunked]
     parts = [
         f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
-        f'{versions["triton"]}.{stopped}',
+        f'{versions["triton"]}.{stopped}{note}',
         table(head, rows),
     ]
     if decoded:
