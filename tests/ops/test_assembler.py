@@ -58,26 +58,26 @@ def tensors(dtype=torch.bfloat16, dims=(128, 128)):
 
 
 @pytest.mark.parametrize(
-    ('capability', 'sound', 'given', 'packed', 'kept'),
+    ('capability', 'sound', 'given', 'shown', 'kept'),
     [
-        ((9, 0), False, {}, False, True),
-        ((9, 0), False, {}, True, False),
-        ((9, 0), False, {'dims': (64, 64)}, False, False),
-        ((9, 0), False, {'dims': (128, 64)}, False, False),
-        ((9, 0), False, {'dtype': torch.float16}, False, False),
-        ((9, 0), False, {'dtype': torch.float32}, False, False),
-        ((9, 0), True, {'dims': (64, 64)}, True, True),
-        ((8, 0), False, {'dims': (64, 64)}, True, True),
-        ((10, 0), False, {'dims': (64, 64)}, True, True),
-        (None, False, {'dims': (64, 64)}, True, True),
+        ((9, 0), False, {}, True, True),
+        ((9, 0), False, {}, False, False),
+        ((9, 0), False, {'dims': (64, 64)}, True, False),
+        ((9, 0), False, {'dims': (128, 64)}, True, False),
+        ((9, 0), False, {'dtype': torch.float16}, True, False),
+        ((9, 0), False, {'dtype': torch.float32}, True, False),
+        ((9, 0), True, {'dims': (64, 64)}, False, True),
+        ((8, 0), False, {'dims': (64, 64)}, False, True),
+        ((10, 0), False, {'dims': (64, 64)}, False, True),
+        (None, False, {'dims': (64, 64)}, False, True),
     ],
 )
-def test_what_keeps_wgmma(monkeypatch, capability, sound, given, packed, kept):
+def test_what_keeps_wgmma(monkeypatch, capability, sound, given, shown, kept):
     monkeypatch.setattr(assembler, 'capability_of', lambda device: capability)
     monkeypatch.setattr(assembler, 'is_sound', lambda: sound)
     monkeypatch.setattr(assembler, 'triton_version', lambda: (3, 6))
-    assert assembler.keeps_wgmma(*tensors(**given), packed) is kept
-    with assembler.sound_products(*tensors(**given), packed):
+    assert assembler.keeps_wgmma(*tensors(**given), shown) is kept
+    with assembler.sound_products(*tensors(**given), shown):
         assert (os.environ.get(VARIABLE) == '1') is not kept
     assert os.environ.get(VARIABLE, '0') == '0'
 
@@ -95,8 +95,8 @@ def test_the_variable_is_put_back(monkeypatch, before):
         monkeypatch.setenv(VARIABLE, before)
 
     def fails():
-        with assembler.sound_products(*tensors(), True):
-            with assembler.sound_products(*tensors(), True):
+        with assembler.sound_products(*tensors(), False):
+            with assembler.sound_products(*tensors(), False):
                 pass
             assert os.environ[VARIABLE] == '1'
             raise ValueError('deliberate')
@@ -113,7 +113,7 @@ def test_threads():
 
     def work():
         for _ in range(2000):
-            with assembler.sound_products(*given, True):
+            with assembler.sound_products(*given, False):
                 if os.environ.get(VARIABLE) != '1':
                     errors.append(1)
 
@@ -160,10 +160,10 @@ def test_copies_of_the_environment_meanwhile():
 
     def toggle():
         while not over.is_set():
-            with assembler.sound_products(*given, True):
+            with assembler.sound_products(*given, False):
                 pass
 
-    with assembler.sound_products(*given, True):
+    with assembler.sound_products(*given, False):
         pass
     thread = threading.Thread(target=toggle)
     thread.start()

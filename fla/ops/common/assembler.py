@@ -54,24 +54,25 @@ def _is_sound(path: str | None) -> bool:
     return release is not None and (int(release[1]), int(release[2])) >= (13, 3)
 
 
-def keeps_wgmma(k: torch.Tensor, v: torch.Tensor, packed: bool) -> bool:
-    """Whether the kernels of a chunked form of this call may use wgmma where there is one.
+def keeps_wgmma(k: torch.Tensor, v: torch.Tensor, shown: bool) -> bool:
+    """Whether the kernels of this call may use wgmma where there is one.
 
-    Held against float64 on an H100 and an H200 with Triton 3.6: bfloat16, K = V = 128, sequences of one length. A kernel
-    that may have it can be compiled without, beside a call on another thread or after one that shares it: only slower.
+    `shown` says that a card has shown such kernels right, with bfloat16, K = V = 128 and Triton 3.6: those of the delta rules
+    for sequences of one length, held against float64 on an H100 and an H200. A kernel that may have it can be compiled
+    without, beside a call on another thread or after one that shares it: only slower.
     """
     capability = capability_of(k.device)
     if capability is None or capability[0] != 9 or torch.version.hip is not None:
         return True
     if is_sound():
         return True
-    return k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128 and not packed and triton_version() == (3, 6)
+    return k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128 and shown and triton_version() == (3, 6)
 
 
 @contextlib.contextmanager
-def sound_products(k: torch.Tensor, v: torch.Tensor, packed: bool) -> Iterator[None]:
+def sound_products(k: torch.Tensor, v: torch.Tensor, shown: bool) -> Iterator[None]:
     """Within it, the kernels of such a call may be launched."""
-    if keeps_wgmma(k, v, packed):
+    if keeps_wgmma(k, v, shown):
         yield
         return
     with _lock:

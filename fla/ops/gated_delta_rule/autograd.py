@@ -39,7 +39,7 @@ def _forward(
     v_first: bool,
 ) -> Any:
     options = Options(scale, l2norm, gate, sigmoid, double, v_first)
-    with on_device_of(q), sound_products(k, v, cu_seqlens is not None):
+    with on_device_of(q), sound_products(k, v, cu_seqlens is None):
         return chunk_forward(
             q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, cu_seqlens, options, output_final_state
         )
@@ -96,7 +96,7 @@ def _backward(
     dfinal_state: torch.Tensor | None,
 ) -> Any:
     options = Options(scale, l2norm, gate, sigmoid, double, v_first)
-    with on_device_of(q), sound_products(k, v, cu_seqlens is not None):
+    with on_device_of(q), sound_products(k, v, cu_seqlens is None):
         gradients = chunk_backward(
             *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, cu_seqlens),
             *(G, inverse, do, dfinal_state, options),

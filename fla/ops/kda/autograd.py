@@ -50,7 +50,7 @@ def _forward(
     settings = Settings(scale, l2norm, gate, lower_bound, sigmoid, double, v_first)
     q, k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g))
     state = None if initial_state is None else initial_state.contiguous()
-    with on_device_of(q), sound_products(k, v, cu_seqlens is not None):
+    with on_device_of(q), sound_products(k, v, cu_seqlens is None):
         o, final, saved, h = chunk_forward(
             q, k, v, g, beta, settings, state, output_final_state, flat(A_log), flat(dt_bias), cu_seqlens, keep, states
         )
@@ -145,7 +145,7 @@ def backward_with(within: Callable[..., Within]) -> Callable[..., Any]:
         settings = Settings(scale, l2norm, gate, lower_bound, sigmoid, double, v_first)
         q, k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g))
         state = None if initial_state is None else initial_state.contiguous()
-        with on_device_of(q), sound_products(k, v, cu_seqlens is not None):
+        with on_device_of(q), sound_products(k, v, cu_seqlens is None):
             layout = layout_of(q.shape[0], q.shape[1], SIZE, cu_seqlens)
             kept = (G, far, attend, lower, inverse, w, kg, qg, h, v_new)
             saved = Saved(

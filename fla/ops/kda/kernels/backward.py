@@ -384,7 +384,7 @@ def channels_backward(
     """Grid (rows * HV * ceil(K / BK),). Of far chunks if BY_HALVES, of the others if not.
 
     Args:
-        far: of `scores`.
+        far: of `prepare`.
         do: contiguous. dh: `[rows, HV, K, V]`, gradient of the state after each chunk.
         d_attend, d_lower, d_grown: of `pairs_backward`.
         dq, dk: written, of q and k per value head and, with NORMALISE, as normalised, `[B, T, HV, K]`.
