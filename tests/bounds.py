@@ -10,12 +10,12 @@ off by 1.3e-5 on the worst rows of o, dq, dk and dv. Rows of those are allowed 1
 
 **The reference** computes in float32 whatever it is given, so that a bfloat16 or float16 result is a float32 result
 rounded once. Rounding to nearest with p significant bits is off by at most 2^-p of each number (p = 8 and 11), and so of
-each row and of everything. 1.5 times the largest relative RMS on the grid (`python -m tests.bounds`) is more than that.
+each row and of everything. 1.5 times the largest relative RMS on the grid is more than that.
 
 **Kernels** multiply bfloat16 or float16 operands and accumulate in float32. `HalfOperands` does that to the reference,
-forward and backward; the bound of a kernel is 1.5 times the largest error that makes on the grid
-(`python -m tests.bounds`). What is one number a head (A_log, dt_bias), or few blocks (rows of dg and dbeta), is a matter of
-chance: of those it is the largest in five draws (`python -m tests.bounds 5`).
+forward and backward; the bound of a kernel is 1.5 times the largest error that makes on the grid. What is one number a head
+(A_log, dt_bias), or few blocks (rows of dg and dbeta), is a matter of chance: of those it is the largest in five draws.
+`python -m tests.measure_bounds` measures all that.
 
 **Kernels off the grid**, at other sizes, lengths and gates: the worst row is the one whose terms cancel most, and the more
 rows there are, the worse it is, for `HalfOperands` as well. There a row is a block of 16 steps of a head, or the state of a
@@ -35,8 +35,6 @@ squares (per element of dt_bias).
 from __future__ import annotations
 
 import contextlib
-import itertools
-import sys
 from functools import partial
 from typing import ClassVar
 from unittest import mock
@@ -240,34 +238,3 @@ class _Decayed(torch.autograd.Function):
 
 
 _UNIT_LOWER = {'upper': False, 'unitriangular': True}
-
-
-def main(draws: int = 1) -> None:
-    """Print the largest error of the reference and of `HalfOperands` for every quantity, over the grid and some draws."""
-    from tests.ops import delta_rules as rules
-
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        for half in (False, True):
-            if half and dtype not in ROUNDING:
-                continue
-            worst: dict[str, tuple[float, float, str]] = {}
-            for draw, (function, name) in itertools.product(range(draws), rules.grid()):
-                given = rules.on_grid(function, name, dtype=dtype, draw=draw)
-
-                def run(tensors, given=given, function=function):
-                    return given.with_tensors(**tensors).call(function)
-
-                with HalfOperands(dtype) if half else contextlib.nullcontext():
-                    found = rules.measure(given, run)
-                for key, (rms, row, kind) in found.items():
-                    key = f'{key} {str(kind).removeprefix("torch.")}'
-                    old = worst.get(key, (0.0, 0.0, ''))
-                    label = f'{function.__name__}, {name}, draw {draw}'
-                    worst[key] = max(old[0], rms), max(old[1], row), label if rms > old[0] else old[2]
-            print(f'{dtype}, {"half operands" if half else "reference"}')
-            for key, (rms, row, where) in sorted(worst.items()):
-                print(f'  {key:<26} {rms:.1e}  {row:.1e}  {where}')
-
-
-if __name__ == '__main__':
-    main(*map(int, sys.argv[1:]))
