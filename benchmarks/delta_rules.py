@@ -16,20 +16,18 @@ import contextlib
 import json
 import os
 import platform
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from _delta_rule_inputs import NAMES, definition, inputs, relative
+from _fla_process import FLA, fla_rows
 from _gpu import gpu_ms, peak_mib, wall_ms
 
 OPS = ('gated_delta_rule', 'kda')
 SHAPES = ((4, 2048, 16, 128), (1, 8192, 96, 128))
 DECODE = (1, 32, 256)
-FLA = 'flash-linear-attention'
 BACKENDS = {'gated_delta_rule': ('default', 'tilelang', 'flash_qla'), 'kda': ('default', 'tilelang')}
 
 
@@ -189,25 +187,12 @@ def main() -> None:
     for row in rows(options.backend, ops, shapes):
         add(row)
     if options.fla:
-        again = [sys.executable, __file__, '--lines', *(f'--op={op}' for op in ops)]
-        again += [f'--shape={i}' for i in options.shape or ()]
-        environment = {**os.environ, 'PYTHONPATH': path_with(options.fla)}
-        with subprocess.Popen(again, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout
-            for line in process.stdout:
-                if line.startswith('{'):
-                    add(json.loads(line))
-        if process.returncode:
-            sys.exit(f'{FLA} ended with status {process.returncode}; its rows are not complete')
+        again = [*(f'--op={op}' for op in ops), *(f'--shape={i}' for i in options.shape or ())]
+        for row in fla_rows(__file__, again, options.fla):
+            add(row)
     result['complete'] = True
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + '\n')
-
-
-def path_with(fla: Path) -> str:
-    """PYTHONPATH with FLA's folder first and no other folder with a package `fla`: one would fill in what it lacks."""
-    others = [path for path in os.environ.get('PYTHONPATH', '').split(os.pathsep) if path and not Path(path, 'fla').exists()]
-    return os.pathsep.join([str(fla), *others])
 
 
 def command(options: argparse.Namespace) -> str:

@@ -23,18 +23,16 @@ import gc
 import json
 import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from _fla_process import FLA, fla_rows
 from _gpu import gpu_ms, peak_mib, wall_ms
 from _module_cases import MODULES, Module, first, inputs, relative, with_gradients
 
-FLA = 'flash-linear-attention'
 # of this package, by name of a backend; a package by itself, where its backend refuses; plain PyTorch; the same compiled
 OURS = ('default', 'reference', 'liger')
 LIGER, PLAIN, COMPILED = 'liger-kernel', 'torch', 'torch.compile'
@@ -183,26 +181,6 @@ def rows(backends: list[str], names: list[str], sizes: list[str], clock: Clock) 
                 clock.tidy()
 
 
-def fla_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of flash-linear-attention, from another process."""
-    again = [sys.executable, __file__, '--lines', *(['--dry'] if options.dry else [])]
-    again += [f'--only={name}' for name in options.only or ()] + [f'--size={size}' for size in options.size or ()]
-    environment = {**os.environ, 'PYTHONPATH': path_with(options.fla)}
-    with subprocess.Popen(again, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        for line in process.stdout:
-            if line.startswith('{'):
-                yield json.loads(line)
-    if process.returncode:
-        sys.exit(f'{FLA} ended with status {process.returncode}; its rows are not complete')
-
-
-def path_with(fla: Path) -> str:
-    """PYTHONPATH with FLA's folder first and no other folder with a package `fla`: one would fill in what it lacks."""
-    others = [path for path in os.environ.get('PYTHONPATH', '').split(os.pathsep) if path and not Path(path, 'fla').exists()]
-    return os.pathsep.join([str(fla), *others])
-
-
 def command(options: argparse.Namespace) -> str:
     """How to repeat the run, without this machine's folders."""
     words = ['python benchmarks/modules.py']
@@ -269,7 +247,9 @@ def main(arguments: list[str] | None = None) -> None:
         add(row)
     if options.fla and FLA in wanted:
         clock.tidy()
-        for row in fla_rows(options):
+        again = [*(['--dry'] if options.dry else []), *(f'--only={name}' for name in options.only or ())]
+        again += [f'--size={size}' for size in options.size or ()]
+        for row in fla_rows(__file__, again, options.fla):
             add(row)
     result['complete'] = True
     write()

@@ -9,6 +9,7 @@ import torch
 
 from fla.ops.backends import check_tensors
 from fla.ops.common.checks import FLOATS
+from fla.ops.common.reference import autocast_is_on
 
 SILU = ('silu', 'swish')
 
@@ -53,6 +54,5 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def under_autocast(tensor: torch.Tensor) -> bool:
-    """Whether autocast is on for the tensor's device. A meta tensor's knows none, and asking for it raises."""
-    kind = tensor.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    """Whether autocast is on for the tensor's device."""
+    return autocast_is_on(tensor.device.type)

@@ -9,7 +9,7 @@ from torch import nn
 
 from fla.modules.checks import check_choice, check_floating
 from fla.ops.backends import check_tensors, dispatch, runs_on_triton
-from fla.ops.common.checks import _readable
+from fla.ops.common.checks import readable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,7 +44,7 @@ def check_loss(
         raise TypeError(f'logit_scale must be a number, got {type(logit_scale).__name__}')
     if logit_softcapping is not None and not logit_softcapping > 0:
         raise ValueError(f'logit_softcapping must be positive or None, got {logit_softcapping}')
-    if check_values or _readable(target):
+    if check_values or readable(target):
         bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
         if bool(bad.any()):
             worst = int(target[bad][0])

@@ -204,11 +204,11 @@ class _Affine(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        elementwise_affine: bool,
-        bias: bool,
-        eps: float,
-        device: torch.device | str | int | None,
-        dtype: torch.dtype | None,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if bias and not elementwise_affine:
@@ -241,17 +241,6 @@ class RMSNorm(_Affine):
         device, dtype: of the parameters.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        elementwise_affine: bool = True,
-        bias: bool = False,
-        eps: float = 1e-5,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
-
     def forward(
         self,
         x: torch.Tensor,
@@ -273,17 +262,6 @@ class LayerNorm(_Affine):
         eps: added to the variance.
         device, dtype: of the parameters.
     """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        elementwise_affine: bool = True,
-        bias: bool = False,
-        eps: float = 1e-5,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
 
     def forward(
         self,

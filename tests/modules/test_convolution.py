@@ -94,7 +94,7 @@ def test_packed_sequences_are_sequences():
 def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
     import fla.ops.common.checks as checks
 
-    monkeypatch.setattr(checks, '_readable', lambda lens: False)  # as for lengths on a device
+    monkeypatch.setattr(checks, 'readable', lambda lens: False)  # as for lengths on a device
     for lens in ([0, 99], [0, -3, 4], [5, 2, 6], [0, 9, 3, 6]):
         x, lens = tensor(1, 6, 3), torch.tensor(lens)
         y, final = causal_conv1d(x, tensor(3, 4), output_final_state=True, cu_seqlens=lens)

@@ -167,7 +167,7 @@ def test_no_neighbour_is_seen():
 def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
     import fla.ops.common.checks as checks
 
-    monkeypatch.setattr(checks, '_readable', lambda lens: False)  # as for lengths on a device
+    monkeypatch.setattr(checks, 'readable', lambda lens: False)  # as for lengths on a device
     for lens in ([0, 99], [0, -3, 4], [5, 2, 6], [-9, -9, -9], [50, 60, 70]):
         x, lens = tensor(1, 6, 3, dtype=torch.float32).requires_grad_(), torch.tensor(lens)
         state = torch.randn(len(lens) - 1, 3, 4, requires_grad=True)

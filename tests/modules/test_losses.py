@@ -176,7 +176,7 @@ def test_bad_calls(call, kind, message):
 def test_values_on_request(monkeypatch):
     import fla.modules.fused_cross_entropy as module
 
-    monkeypatch.setattr(module, '_readable', lambda target: False)  # as for targets on a device
+    monkeypatch.setattr(module, 'readable', lambda target: False)  # as for targets on a device
     logits, target = torch.randn(2, 4), torch.tensor([1, 9])
     losses, _ = cross_entropy_loss(logits, target)
     assert losses.isnan().tolist() == [False, True]

@@ -6,7 +6,6 @@ again, for the gradient of the weight, in the pass that writes the gradients of 
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fla.ops.backends.opaque import opaque
+from fla.ops.common.reference import without_autocast
 from fla.ops.common.triton_call import DEVICES, on_device_of
 
 
@@ -162,14 +162,8 @@ silu_and_mul = opaque(
 )
 
 
-def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Whoever called has cast already; autocast would not cast float32 that is meant to be float32."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
-
-
 def _linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    with _without_autocast(x):
+    with without_autocast(x.device):  # whoever called has cast already
         return F.linear(_launch_forward(x, y, weight.dtype), weight, bias)
 
 
@@ -184,7 +178,7 @@ def _linear_backward(
     needs_x, needs_y, needs_weight, needs_bias = needs_input_grad
     rows = do.reshape(-1, do.shape[-1])
     dx = dy = dweight = None
-    with _without_autocast(x):
+    with without_autocast(x.device):
         z = torch.empty(x.shape, dtype=weight.dtype, device=x.device) if needs_weight else None
         if needs_x or needs_y:
             dx, dy = _launch_backward(x, y, (rows @ weight).view(x.shape), z)

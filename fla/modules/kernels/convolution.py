@@ -13,25 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fla.ops.common.triton_call import on_device_of
+from fla.ops.common.kernels.layout import sequence_of
+from fla.ops.common.triton_call import in_rows, on_device_of
 
 STEPS, CHANNELS = 32, 128  # of a tile of the forward
 LANES, WALK, WALK_CHANNELS = 8, 16, 64  # of one of the backward: 8 lanes side by side, each walking 16 steps
 AHEAD = tl.constexpr(4)
-
-
-@triton.jit
-def _sequence_of(t, cu_seqlens, N, levels):
-    """Which of N packed sequences each step is in, by bisection; in range for any `cu_seqlens`."""
-    low = tl.zeros_like(t)
-    high = low + N
-    for _ in range(levels):
-        middle = (low + high) // 2
-        open_ = low < high
-        past = open_ & (tl.load(cu_seqlens + middle + 1, mask=open_, other=0) <= t)
-        low = tl.where(past, middle + 1, low)
-        high = tl.where(open_ & ~past, middle, high)
-    return tl.minimum(low, N - 1)
 
 
 @triton.jit
@@ -93,7 +80,7 @@ def _convolve(
     step = t
     n = tl.zeros_like(t) + b
     if PACKED:
-        n = _sequence_of(t, cu_seqlens, N, levels).to(tl.int64)
+        n = sequence_of(t, cu_seqlens, N, levels).to(tl.int64)
         step = t - _bound(cu_seqlens, n, T, t < T)
     at = t.to(tl.int64)
     acc = tl.zeros([BT, BD], tl.float32)
@@ -263,7 +250,7 @@ def _forward(
 def _sequences(cu_seqlens, sequences, T, N, levels, BLOCK: tl.constexpr):
     """Grid (ceil(T / BLOCK),): which sequence each step is in, int32 `[T]`."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(sequences + t, _sequence_of(t, cu_seqlens, N, levels), mask=t < T)
+    tl.store(sequences + t, sequence_of(t, cu_seqlens, N, levels), mask=t < T)
 
 
 @triton.jit
@@ -640,11 +627,6 @@ def _update(
     tl.store(place + (W - 1) * c_w, now.to(cache.dtype.element_ty), mask=mask)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy, whose channels are neighbours."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _strides(x: torch.Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if x is None else x.stride()[:count]
 
@@ -662,7 +644,7 @@ def launch_forward(
     """y and the final state or None."""
     (batch, length, D), W = x.shape, weight.shape[1]
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    x, residual = _rows(x), None if residual is None else _rows(residual)
+    x, residual = in_rows(x), None if residual is None else in_rows(residual)
     y = torch.empty((batch, length, D), dtype=x.dtype, device=x.device)
     final = None
     if output_final_state:
@@ -699,7 +681,7 @@ def launch_backward(
     """The gradients of x, weight, bias and initial state."""
     (batch, length, D), W = x.shape, weight.shape[1]
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    x, dy = _rows(x), _rows(dy)
+    x, dy = in_rows(x), in_rows(dy)
     dx = torch.empty((batch, length, D), dtype=x.dtype, device=x.device)
     dstate = None
     tiles, extra = -(-length // (LANES * WALK)), 0
@@ -738,7 +720,7 @@ def launch_update(
     """y, and the cache changed in place."""
     D, W = x.shape[-1], weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x, residual = _rows(x), None if residual is None else _rows(residual)
+    x, residual = in_rows(x), None if residual is None else in_rows(residual)
     block = min(triton.next_power_of_2(max(D, 1)), 256)
     count = cache.shape[0]
     programs = count * -(-D // block)

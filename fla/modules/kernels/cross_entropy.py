@@ -1,4 +1,4 @@
-"""Cross entropy of rows of logits: one pass forward, one backward, both at the speed of reading the logits.
+"""Cross entropy of rows of logits, which are read once forward and once backward.
 
 With v the logits after scale and cap, m their maximum and s = sum e^(v - m), what is kept of a row for the backward is m and
 log s, apart: their sum would round away what is left of logits of a few hundred.
@@ -184,11 +184,6 @@ class Options:
             *(self.classes, self.first, self.ignore_index, self.logit_scale, self.logit_softcapping),
             *(self.label_smoothing, self.lse_square_scale),
         )
-
-
-def in_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Logits, or a copy, whose columns are neighbours."""
-    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
 def _block(V: int, most: int) -> tuple[int, int]:

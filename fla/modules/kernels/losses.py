@@ -9,9 +9,9 @@ import torch
 from torch import distributed
 
 from fla.modules.checks import under_autocast
-from fla.modules.kernels.cross_entropy import Options, in_rows, launch_backward, launch_forward, scaled
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.triton_call import DEVICES, require_triton
+from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, scaled
+from fla.ops.backends.opaque import opaque, runs_as_it_is
+from fla.ops.common.triton_call import DEVICES, in_rows, require_triton
 
 _NUMBERS = 'float label_smoothing, float logit_scale, float lse_square_scale, float logit_softcapping, int ignore_index'
 
@@ -165,9 +165,7 @@ class _InPlace(torch.autograd.Function):
 
 def _may_be_overwritten(logits: torch.Tensor) -> bool:
     """Whether nothing but this loss can want the logits: they are a result, in memory of their own, of eager code."""
-    if torch.compiler.is_compiling() or type(logits) is not torch.Tensor or logits.device.type not in DEVICES:
-        return False
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+    if not runs_as_it_is(logits) or logits.device.type not in DEVICES:
         return False
     base = logits._base if logits._is_view() and logits._base is not None else logits
     in_rows = logits.stride(1) == 1 and (logits.shape[0] < 2 or logits.stride(0) >= logits.shape[1])

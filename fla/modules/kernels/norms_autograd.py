@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from fla.modules.kernels import norms
-from fla.ops.backends.opaque import opaque
+from fla.ops.backends.opaque import opaque, runs_as_it_is
 from fla.ops.common.gates import wide
 from fla.ops.common.triton_call import DEVICES, on_device_of
 
 _FLAGS = 'str kind, float eps, str activation, int num_groups'
 _GRADS = ('x', 'residual', 'g', 'weight', 'bias')
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _forward(
@@ -209,20 +208,10 @@ def normalize(
     """A norm on Triton; see `norms.Norm`."""
     activation = 'swish' if activation == 'silu' else activation
     # Gradients of one dtype are the same numbers. Eager autograd takes one tensor for both, an operator must return two.
-    shares = residual is not None and residual.dtype == x.dtype and _is_eager(x, residual, g, weight, bias)
+    shares = residual is not None and residual.dtype == x.dtype and runs_as_it_is(x, residual, g, weight, bias)
     flags = (kind, eps, activation, num_groups)
     if not prenorm:
         return _norm(x, residual, g, weight, bias, *flags, dtype or x.dtype, shares)
     if residual is not None:
         return _norm_prenorm(x, residual, g, weight, bias, *flags, shares)
     return _norm(x, None, g, weight, bias, *flags, x.dtype, False), wide(x) if residual_in_fp32 else x
-
-
-def _is_eager(*tensors: torch.Tensor | None) -> bool:
-    """Whether an opaque kernel runs as it is, and not as an operator."""
-    return not (
-        torch.compiler.is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
-    )

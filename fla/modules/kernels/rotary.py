@@ -11,23 +11,17 @@ import triton
 import triton.language as tl
 
 from fla.ops.backends.opaque import opaque
+from fla.ops.common.kernels.layout import sequence_of
 from fla.ops.common.triton_call import DEVICES, on_device_of
 
 
 @triton.jit
-def _table_row(b, t, offset, offsets, cu_seqlens, N, steps, S):
+def _table_row(b, t, offset, offsets, cu_seqlens, N, levels, S):
     """The row of the tables for step t of batch row b, clamped to the tables."""
     place = t.to(tl.int64)
     n = b
     if cu_seqlens is not None:
-        # how many sequences have ended: the first n with cu_seqlens[n + 1] > t
-        n = tl.zeros_like(t)
-        end = tl.zeros_like(t) + N - 1
-        for _ in range(steps):
-            middle = (n + end) // 2
-            ended = tl.load(cu_seqlens + middle + 1) <= t
-            n = tl.where(ended, tl.minimum(middle + 1, end), n)
-            end = tl.where(ended, end, middle)
+        n = sequence_of(t, cu_seqlens, N, levels)
         place -= tl.load(cu_seqlens + n).to(tl.int64)
     if offsets is not None:
         place += tl.load(offsets + n).to(tl.int64)
@@ -36,7 +30,7 @@ def _table_row(b, t, offset, offsets, cu_seqlens, N, steps, S):
     return tl.minimum(tl.maximum(place, 0), S - 1)
 
 
-@triton.jit(do_not_specialize=['count', 'T', 'H', 'offset', 'N', 'steps', 'S'])
+@triton.jit(do_not_specialize=['count', 'T', 'H', 'offset', 'N', 'levels', 'S'])
 def _rotate(
     x,
     y,
@@ -49,7 +43,7 @@ def _rotate(
     H,
     offset,
     N,
-    steps,
+    levels,
     S,
     x_b,
     x_t,
@@ -97,7 +91,7 @@ def _rotate(
         kept = tl.load(x + (more + 2 * HALF) * x_d, mask=more_inside, other=0.0)
 
     # behind the loads of x, which are on their way meanwhile
-    place = _table_row(b, t, offset, offsets, cu_seqlens, N, steps, S)[:, None]
+    place = _table_row(b, t, offset, offsets, cu_seqlens, N, levels, S)[:, None]
     c = tl.load(cos + place * cos_s + col, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + place * sin_s + col, mask=inside, other=0.0).to(tl.float32)
     if BACK:

@@ -150,14 +150,14 @@ def check_cu_seqlens(
             raise ValueError(f'cu_seqlens_cpu must be on the CPU, is on {cu_seqlens_cpu.device}')
         _shape('cu_seqlens_cpu', cu_seqlens_cpu, list(cu_seqlens.shape), 'shaped like cu_seqlens')
     for name, lens in (('cu_seqlens', cu_seqlens), ('cu_seqlens_cpu', cu_seqlens_cpu)):
-        if lens is not None and (check_values or _readable(lens)):
+        if lens is not None and (check_values or readable(lens)):
             _check_lens(name, lens, int(q.shape[1]))
-    if cu_seqlens_cpu is not None and _readable(cu_seqlens_cpu) and (check_values or _readable(cu_seqlens)):
+    if cu_seqlens_cpu is not None and readable(cu_seqlens_cpu) and (check_values or readable(cu_seqlens)):
         _check_same(cu_seqlens, cu_seqlens_cpu)
     return cu_seqlens.shape[0] - 1
 
 
-def _readable(lens: torch.Tensor) -> bool:
+def readable(lens: torch.Tensor) -> bool:
     """Whether the values can be had without a synchronisation, a trace or a transform in the way."""
     if torch.compiler.is_compiling() or type(lens) is not torch.Tensor or not lens.is_cpu:
         return False

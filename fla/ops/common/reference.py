@@ -37,21 +37,22 @@ class Result:
 def without_autocast(device: torch.device) -> Iterator[bool]:
     """float32 inside stays float32. Says whether autocast was on, and does nothing where it was not: that costs more than a
     decode step."""
-    if not _autocast_is_on(device.type):
+    if not autocast_is_on(device.type):
         yield False
         return
     with torch.autocast(device.type, enabled=False):
         yield True
 
 
-def _autocast_is_on(device_type: str) -> bool:
+def autocast_is_on(device_type: str) -> bool:
+    """Whether it is on. A meta tensor's device knows none, and asking for it raises."""
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _outside_autocast(run: Callable[..., Triple], tensors: tuple[torch.Tensor | None, ...]) -> Triple:
     """`run(*tensors)` in float32, forward and backward."""
     first = next(x for x in tensors if x is not None)
-    if not _autocast_is_on(first.device.type):
+    if not autocast_is_on(first.device.type):
         return run(*tensors)
     with without_autocast(first.device):
         differentiates = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -42,6 +42,11 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy, with a contiguous last dimension, as the kernels read it."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def flat(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """A_log or dt_bias, of any shape and strides, as the kernels read it."""
     return None if parameter is None else parameter.reshape(-1).contiguous()

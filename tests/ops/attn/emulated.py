@@ -2,8 +2,8 @@
 
 Operands of products are rounded to 16 bits: the weights p before the product with v, the scores' gradients before those with
 q and k. The backward repeats p from the scores and the logarithm of the normaliser. It gets delta = o do from the rounded o
-and not as the sum of p dp, for which every key would be met once more. Where a query sees little but one key, dp - delta all but
-vanishes, and the rounding of o shows: rows of dq that are small beside the others may be off by a tenth of themselves.
+and not as the sum of p dp, for which every key would be met once more. Where a query sees little but one key, dp - delta
+all but vanishes, and the rounding of o shows: small rows of dq may be off by a tenth of themselves.
 """
 
 from __future__ import annotations

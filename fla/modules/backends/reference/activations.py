@@ -13,7 +13,7 @@ def _gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 class ReferenceActivations:
-    """Methods of `Reference` for activations."""
+    """Methods of `ModulesReference` for activations."""
 
     def swiglu(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return _gated(x, y)

@@ -9,7 +9,7 @@ from fla.ops.common.gates import wide
 
 
 class ReferenceConvolution:
-    """Methods of `Reference` for short convolutions."""
+    """Methods of `ModulesReference` for short convolutions."""
 
     def causal_conv1d(
         self,

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed
 
+from fla.modules.fused_cross_entropy import reduced
 from fla.ops.common.gates import wide
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _lse_and_picked(
 
 
 class ReferenceLosses:
-    """Methods of `Reference` for cross entropies."""
+    """Methods of `ModulesReference` for cross entropies."""
 
     def cross_entropy_loss(
         self,
@@ -93,6 +94,4 @@ class ReferenceLosses:
         losses, _ = self.cross_entropy_loss(
             logits, target.reshape(-1), label_smoothing, logit_scale, 0.0, logit_softcapping, ignore_index
         )
-        if reduction == 'none':
-            return losses.reshape(target.shape)
-        return losses.sum() if reduction == 'sum' else losses.sum() / (target != ignore_index).sum()
+        return reduced(losses.reshape(target.shape), target, ignore_index, reduction)

@@ -34,7 +34,7 @@ def normalized(
 
 
 class ReferenceNorms:
-    """Methods of `Reference` for norms."""
+    """Methods of `ModulesReference` for norms."""
 
     def rms_norm(
         self,

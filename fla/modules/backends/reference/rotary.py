@@ -8,7 +8,7 @@ from fla.modules.rotary import positions, rotary_embedding_ref
 
 
 class ReferenceRotary:
-    """Methods of `Reference` for the rotary embedding."""
+    """Methods of `ModulesReference` for the rotary embedding."""
 
     def rotary_embedding(
         self,

@@ -15,6 +15,7 @@ from fla.ops.attn.kernels.forward import forward
 from fla.ops.common.compile_ahead import compiled_together, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import layout_of
+from fla.ops.common.triton_call import in_rows
 from fla.utils.devices import capability_of
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -50,7 +51,7 @@ def attention_forward(
     Returns:
         o `[B, T, HQ, V]` in v's dtype and lse `[B, HQ, T]`, the logarithm of the normaliser in base 2, both contiguous.
     """
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    q, k, v = in_rows(q), in_rows(k), in_rows(v)
     batch, length, heads, _ = q.shape
     window = min(window, k.shape[1])
     o = v.new_empty((batch, length, heads, v.shape[3]))
@@ -88,7 +89,7 @@ def attention_backward(
     do: torch.Tensor,
 ) -> Gradients:
     """The gradients of q, k, v, g and sink_bias, contiguous, from the arguments and results of `attention_forward`."""
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    q, k, v = in_rows(q), in_rows(k), in_rows(v)
     batch, length, heads, dim = q.shape
     kept, groups = k.shape[1:3]
     window = min(window, kept)
@@ -219,11 +220,6 @@ def _sums(g: torch.Tensor | None) -> torch.Tensor | None:
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:3])
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """With a contiguous last dimension, as the kernels read it."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _is_empty(cu_seqlens: torch.Tensor | None) -> bool:

@@ -20,10 +20,10 @@ import sys
 from collections.abc import Sequence
 
 from fla.ops.backends.opaque.declaration import Kernel, declare
-from fla.ops.backends.opaque.entry import OpaqueKernel, entry_point
+from fla.ops.backends.opaque.entry import OpaqueKernel, entry_point, runs_as_it_is
 from fla.ops.backends.opaque.operators import define_operators
 
-__all__ = ['OpaqueKernel', 'opaque']
+__all__ = ['OpaqueKernel', 'opaque', 'runs_as_it_is']
 
 
 def opaque(

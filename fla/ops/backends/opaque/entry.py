@@ -18,6 +18,17 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _PLAIN_OR_NONE = _PLAIN | {type(None)}
 
 
+def runs_as_it_is(*tensors: torch.Tensor | None) -> bool:
+    """Whether an opaque kernel takes its first road for such tensors, on its device; entry points have this test in line."""
+    return not (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or any(type(tensor) not in _PLAIN_OR_NONE for tensor in tensors)
+    )
+
+
 class OpaqueKernel(Protocol):
     """What `opaque()` returns: a function with the schema's arguments, by position or keyword.
 

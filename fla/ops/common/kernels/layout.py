@@ -60,6 +60,21 @@ def sequence_span(cu_seqlens, n, T):
     return start, end
 
 
+@triton.jit
+def sequence_of(t, cu_seqlens, N, levels):
+    """Which of N packed sequences each step t is in, by bisection in as many levels as N has bits; in range for any
+    `cu_seqlens`."""
+    low = tl.zeros_like(t)
+    high = low + N
+    for _ in range(levels):
+        middle = (low + high) // 2
+        open_ = low < high
+        past = open_ & (tl.load(cu_seqlens + middle + 1, mask=open_, other=0) <= t)
+        low = tl.where(past, middle + 1, low)
+        high = tl.where(open_ & ~past, middle, high)
+    return tl.minimum(low, N - 1)
+
+
 @triton.jit(do_not_specialize=['T', 'count', 'rows'])
 def _fill_table(cu_seqlens, table, offsets, T, count, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Program n < count writes the rows of sequence n; the last program marks the rows that are left as unused."""

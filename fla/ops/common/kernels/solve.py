@@ -2,9 +2,9 @@
 
 By halves: where A and B are the inverses of two neighbouring blocks and C is the block of I + L below the diagonal between
 them, the pair has the inverse [[A, 0], [-B C A, B]]. Starting from single steps, all pairs of one size are joined at once by
-two products, and six sizes join everything. Up to 16 steps those are products of the four blocks on the diagonal, which an
-H100 does in a third of the time. A product of powers of I - L would need no masks, but its terms grow like binomials and
-cancel: with equal keys and beta = 1 it loses four digits.
+two products, and six sizes join everything. Up to 16 steps those are products of the four blocks on the diagonal, a
+sixteenth of the work. A product of powers of I - L would need no masks, but its terms grow like binomials and cancel: with
+equal keys and beta = 1 it loses four digits.
 """
 
 from __future__ import annotations

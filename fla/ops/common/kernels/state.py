@@ -7,7 +7,7 @@ S and U' for other kernels to read, or, where shared memory holds what it loads 
 
     O = Q' S + M U',
 
-which takes no longer (0.075 instead of 0.077 ms on an H100) and saves two tensors and a kernel.
+which saves two tensors and a kernel.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def states_forward(
         v_mask = inside[:, None] & (cv[None, :] < V)
         before = S.to(w.dtype.element_ty)
         if not OUTPUTS:
-            tl.store(h_ptr + c.to(tl.int64) * HV * K * V, before.to(h.dtype.element_ty), mask=state_mask)
+            tl.store(h_ptr + c.to(tl.int64) * HV * K * V, before, mask=state_mask)
         W = tl.load(w_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
         U = tl.load(u_ptr + tile * V + cv[None, :], mask=v_mask, other=0.0).to(tl.float32)
         U -= tl.dot(W, before, input_precision=PRECISION)

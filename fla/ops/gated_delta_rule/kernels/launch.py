@@ -17,6 +17,7 @@ from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
 from fla.ops.common.kernels.state_backward import states_backward
+from fla.ops.common.triton_call import in_rows
 from fla.ops.gated_delta_rule.kernels.backward import finish_gates, finish_heads, recompute, through, within
 from fla.ops.gated_delta_rule.kernels.forward import outputs, prepare
 from fla.utils.devices import capability_of
@@ -73,7 +74,7 @@ def chunk_forward(
     Returns:
         o, contiguous, in v's dtype; the final state in float32 or None; G and inverse for the backward.
     """
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    q, k, v = in_rows(q), in_rows(k), in_rows(v)
     batch, length, _, dim_k = q.shape
     heads, dim_v = v.shape[2:]
     layout = layout_of(batch, length, CHUNK, cu_seqlens)
@@ -81,11 +82,12 @@ def chunk_forward(
     rule = _Rule(q, dim_k, dim_v)
     normalise = options.use_qk_l2norm_in_kernel
     G = _empty(q, batch, length, heads, dtype=precisions.of_sums(q.dtype))
-    rq = rk = G  # not read
-    if normalise:
-        rq, rk = (_empty(q, batch, length, heads, dtype=torch.float32) for _ in range(2))
     inverse = _empty(q, batch, length, heads, CHUNK)
     attend = _empty(q, batch, length, heads, CHUNK) if rule.outputs_with_states else None
+    rq = rk = G  # not read
+    if normalise:
+        rk = torch.empty_like(G, dtype=torch.float32)
+        rq = rk if attend is None else torch.empty_like(rk)
     w = _empty(q, batch, length, heads, dim_k)
     u = _empty(q, batch, length, heads, dim_v)
     chunks = layout.rows * heads
@@ -146,7 +148,7 @@ def chunk_backward(
         do: of o, any strides.
         d_final: of the final state, or None for 0.
     """
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    q, k, v = in_rows(q), in_rows(k), in_rows(v)
     do = do.contiguous()
     batch, length, groups, dim_k = q.shape
     heads, dim_v = v.shape[2:]
@@ -355,8 +357,3 @@ def _common(q: torch.Tensor, v: torch.Tensor, layout: Layout) -> dict[str, Any]:
 
 def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """With a contiguous last dimension, as the kernels read it."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
