@@ -57,8 +57,8 @@ class Boxed:
         virtual = []
         for spec in layers:
             policy = Policy(*spec)
-            entry.dispatcher.check_policy(policy)
-            virtual.append(Layer(policy, 'a scope in the compiled region'))
+            entry.dispatcher.check_scope(policy)
+            virtual.append(Layer(policy, 'a scope in the compiled region', of_call=True))
         base = key[1].above(*reversed(virtual))
         state = base.above(entry.own) if entry.own is not None else base
         in_force = entry.policy(state)

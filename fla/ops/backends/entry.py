@@ -45,7 +45,7 @@ from fla.ops.backends.members import collect, serve
 from fla.ops.backends.notes import Notes
 from fla.ops.backends.plan import Facts, Member, Plan, build
 from fla.ops.backends.policy import Policy
-from fla.ops.backends.precedence import Effective, Layer, State, effective, overruled
+from fla.ops.backends.precedence import Effective, Layer, State, effective, overruled, refuse_if_locked
 from fla.ops.backends.signature import Signature, location
 
 _serials = itertools.count()
@@ -361,6 +361,7 @@ class Entry:
 
         Raises:
             UnknownNameError: for a backend the operation does not have.
+            DispatchError: for another order than a lock of the function, unless it names `backend`.
         """
         if policy is not None and (backend is not None or fields):
             raise TypeError('bind() takes either a policy or its fields, not both')
@@ -376,6 +377,7 @@ class Entry:
             if not policy.concerns(self.operation, self.name):
                 raise ValueError(f'the policy is for {policy.op!r} and would say nothing of {self.key}')
         policy = replace(policy, op=self.key)
+        refuse_if_locked(policy, self.dispatcher.state().layers, of_call=True)
         self.dispatcher.check_tokens(policy.tokens(), self.operation)
         entry = Entry(
             self.dispatcher,
@@ -387,7 +389,7 @@ class Entry:
             self.default_verifier,
             self.check,
             self.mutates,
-            Layer(policy, 'bind()'),
+            Layer(policy, 'bind()', of_call=True),
             self.platforms,
         )
         self.dispatcher.add(entry, public=False)

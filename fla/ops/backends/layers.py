@@ -17,7 +17,7 @@ from fla.ops.backends.errors import DispatchError, FrozenError, UnknownNameError
 from fla.ops.backends.locking import lock
 from fla.ops.backends.names import Names
 from fla.ops.backends.policy import Policy, Rule
-from fla.ops.backends.precedence import Layer, State
+from fla.ops.backends.precedence import Layer, State, refuse_if_locked
 from fla.ops.backends.toggles import Toggles
 from fla.utils.env import nearest
 
@@ -153,10 +153,11 @@ class Layers(Names):
         layers = [layer for _, layer, _ in reversed(self.scopes)]
         if self._code is not None:
             layers.append(self._code)
-        layers += self._env_layers or ()
+        return State((*layers, *self._below_code()), bool(self.traces), telemetry=self._telemetry())
+
+    def _below_code(self) -> tuple[Layer, ...]:
         file = None if self._file is None else _file_layer(self._file.policy, self._file.source)
-        layers += [layer for layer in (file, self._measured) if layer is not None]
-        return State(tuple(layers), bool(self.traces), telemetry=self._telemetry())
+        return (*(self._env_layers or ()), *(layer for layer in (file, self._measured) if layer is not None))
 
     def _telemetry(self) -> str:
         if any(running.timing for running in self.telemetries):
@@ -222,6 +223,7 @@ class Layers(Names):
 
         Raises:
             UnknownNameError: for an operation or backend that nobody knows.
+            DispatchError: for another order of a function that the policy file locks.
             FrozenError: while dispatch is frozen.
         """
         if not isinstance(policy, Policy):
@@ -229,6 +231,7 @@ class Layers(Names):
         self.refuse_if_frozen('set a policy')
         self.check_policy(policy)
         self.state()
+        refuse_if_locked(policy, self._below_code(), of_call=False)
         with lock:
             old, self._code = self._code, Layer(policy, 'set_policy()')
             self.push()
@@ -247,12 +250,16 @@ class Layers(Names):
             self.push()
         self.breakers.clear('the policy changed')
 
+    def check_scope(self, policy: Policy) -> None:
+        """`check_policy`, for a scope that is about to be entered."""
+        refuse_if_locked(policy, self.state().layers, of_call=True)
+        self.check_policy(policy)
+
     def check_policy(self, policy: Policy) -> None:
         """Raise UnknownNameError for operations, functions and backends that nobody knows."""
         named = (*policy.order, *policy.lock)
         for name in (*([policy.op] if policy.op else []), *(name for name, _ in named)):
             self.check_operation(name)
-        self._refuse_if_locked(policy)
         if policy.rules:
             from fla.ops.backends.config import names
 
@@ -267,20 +274,6 @@ class Layers(Names):
             for name, tokens in policy.order:
                 self.check_tokens(tokens, name)
             self.check_tokens(tuple(t for t in policy.tokens() if not any(t in dict(policy.order)[n] for n in listed)), None)
-
-    def _refuse_if_locked(self, policy: Policy) -> None:
-        """Raise for an order that a lock of the file stands against."""
-        file = self._file
-        for name, _ in file.policy.lock if file is not None else ():
-            named = [key for key, _ in (*policy.order, *policy.lock)]
-            if policy.op and (policy.prefer or policy.rules):
-                named.append(policy.op)
-            if any(f'{key}.'.startswith(f'{name}.') or f'{name}.'.startswith(f'{key}.') for key in named):
-                assert file is not None
-                place = file.policy.place(f'lock.{name}', file.source)
-                raise DispatchError(
-                    f'the order of {name!r} is locked by {place}: only use_backend() and bind() may choose another backend'
-                )
 
     # -- the file, and what was measured --------------------------------------------------------------------------------
 

@@ -4,26 +4,32 @@ Policies stand in layers, highest first: call scopes (innermost first), code (`s
 (`FLA_PER_OP`), environment for all (`FLA_PREFER`, …), the policy file, what was measured. Two halves:
     filters accumulate over all layers: not on an allow list, or on a deny list, is out;
     order: the first layer that speaks for the function wins, as a whole.
-Only a forced choice (`use_backend`, `bind`) overrides a filter.
+Only a forced choice overrides a filter, and only that of a scope or a binding (`use_backend`, `bind`) overrides a lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fla.ops.backends.breaker import BreakerSettings
 from fla.ops.backends.conditions import Condition
+from fla.ops.backends.errors import DispatchError
 from fla.ops.backends.policy import Policy, covers, most_specific
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A policy and who said it. The source is for people: two layers of one policy select alike."""
+    """A policy and who said it. The source is for people: two layers of one policy select alike.
+
+    Attributes:
+        of_call: a scope around the call, or a binding: what it forces, no lock stands against.
+    """
 
     policy: Policy
     source: str = field(compare=False)
+    of_call: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,24 +124,21 @@ def effective(state: State, operation: str, function: str, serves: Callable[[tup
         serves: whether any of these tokens names a candidate of the function. A forced choice without an address leaves
             alone what it cannot serve.
     """
-    order: dict[str, Any] = {}
+    order: dict[str, Verb] = {}
     flags: dict[str, Any] = {}
     allow: list[Verb] = []
     deny: list[Verb] = []
     cases: list[Conditional] = []
     boosts: list[Boost] = []
     layers = [layer for layer in state.layers if layer.policy.concerns(operation, function)]
-    locked_by = next((layer for layer in layers if layer.policy.locked(operation, function)[1] is not None), None)
-    may_order = locked_by is None
+    for layer, spoken in _speakers(layers, operation, function, serves):
+        if layer.policy.locked(operation, function)[1] is None:
+            cases += _cases_of(layer, operation, function)
+        if spoken:
+            order = spoken
+            break
     for layer in layers:
         policy = layer.policy
-        may_order = may_order or layer is locked_by
-        if not order:
-            if may_order and locked_by is not layer:
-                cases += _cases_of(layer, operation, function)
-            spoken = _order_of(layer, operation, function, serves)
-            if may_order or 'use' in spoken:
-                order = spoken
         if policy.allow is not None:
             allow.append(Verb(policy.allow, policy.place('allow', layer.source)))
         if policy.deny:
@@ -190,16 +193,54 @@ def _order_of(layer: Layer, operation: str, function: str, serves: Callable[[tup
     return {'prefer': Verb(policy.prefer, policy.place('prefer', layer.source))} if policy.prefer else {}
 
 
+def _speakers(
+    layers: Sequence[Layer], operation: str, function: str, serves: Callable[[tuple[str, ...]], bool]
+) -> list[tuple[Layer, dict[str, Verb]]]:
+    """The layers that may order a function, highest first, each with the order it gives (empty for none). Of what stands
+    above the lowest lock, that is only what a scope or a binding forces."""
+    lock = max((at for at, layer in enumerate(layers) if layer.policy.locked(operation, function)[1] is not None), default=0)
+    spoken = [(layer, _order_of(layer, operation, function, serves)) for layer in layers]
+    return [
+        (layer, order) for at, (layer, order) in enumerate(spoken) if at >= lock or (layer.of_call and 'use' in order)
+    ]
+
+
 def overruled(
     state: State, operation: str, function: str, serves: Callable[[tuple[str, ...]], bool]
 ) -> tuple[Layer, Layer] | None:
-    """A scope or code layer whose order hides an exclusive order further down: (that layer, the hidden one)."""
-    speaker = None
-    for layer in state.layers:
-        if not layer.policy.concerns(operation, function):
-            continue
-        if speaker is not None and layer.policy.listed(operation, function) is not None:
-            return speaker, layer
-        if speaker is None and _order_of(layer, operation, function, serves):
-            speaker = layer
-    return None
+    """A layer whose order hides an exclusive order further down, or a lock that hides an order of the function by its name
+    further up: (the layer, the hidden one)."""
+    layers = [layer for layer in state.layers if layer.policy.concerns(operation, function)]
+    speakers = [layer for layer, order in _speakers(layers, operation, function, serves) if order]
+    if not speakers:
+        return None
+    at = layers.index(speakers[0])
+    if speakers[0].policy.locked(operation, function)[1] is not None:
+        named = [layer for layer in layers[:at] if layer.policy.op or layer.policy.listed(operation, function)]
+        hidden = [layer for layer in named if _order_of(layer, operation, function, serves)]
+    else:
+        hidden = [layer for layer in layers[at + 1 :] if layer.policy.listed(operation, function) is not None]
+    return (speakers[0], hidden[0]) if hidden else None
+
+
+def refuse_if_locked(policy: Policy, below: Sequence[Layer], *, of_call: bool) -> None:
+    """Raise for an order that a lock further down stands against.
+
+    Raises:
+        DispatchError: names the lock, with its place.
+    """
+    named = [key for key, _ in (*policy.order, *policy.lock)]
+    named += [glob for rule in policy.rules for glob in rule.ops if not set(glob) & set('*?[')]
+    if policy.op and (policy.prefer or policy.rules):
+        named.append(policy.op)
+    forces = bool(policy.use) and not of_call
+    if policy.op and forces:
+        named.append(policy.op)
+    for layer in below:
+        for name, _ in layer.policy.lock:
+            everything = forces and policy.op is None
+            if everything or any(f'{key}.'.startswith(f'{name}.') or f'{name}.'.startswith(f'{key}.') for key in named):
+                raise DispatchError(
+                    f'the order of {name!r} is locked by {layer.policy.place(f"lock.{name}", layer.source)}: only '
+                    f'use_backend() and bind(backend=...) may choose another backend'
+                )

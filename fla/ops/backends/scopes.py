@@ -69,13 +69,13 @@ class Scope:
             variable = dispatcher.environment.name('DISABLE_BACKEND_DISPATCH')
             raise DispatchError(f'{self.verb}: {variable} was set at import, so that nothing is dispatched; unset it')
         dispatcher.refuse_if_frozen(f'enter {self.verb}')
-        dispatcher.check_policy(policy)
+        dispatcher.check_scope(policy)
         return policy
 
     def _push(self, policy: Policy) -> int:
         frame = sys._getframe(2)
         source = f'{self.verb} at {frame.f_code.co_filename}:{frame.f_lineno}'
-        return enter(self.dispatcher, self.verb, Layer(policy, source))
+        return enter(self.dispatcher, self.verb, Layer(policy, source, of_call=True))
 
 
 # they would take themselves for a part of a compiled region

@@ -250,18 +250,78 @@ def test_the_file_stands_below_code_and_environment(write, toy, monkeypatch):
     assert get_policy() == Policy(prefer='a')
 
 
-def test_what_is_locked_may_not_be_given_another_order(write, toy):
+LOCKED_OUT = [
+    lambda op: Policy(prefer='a', op=op),
+    lambda op: Policy(order={f'{op}.f': 'a'}),
+    lambda op: Policy(lock={op: ['a']}),
+    lambda op: Policy(rules=[{'ops': op, 'use': 'a'}]),
+]
+
+
+@pytest.mark.parametrize('make', LOCKED_OUT)
+def test_what_is_locked_may_not_be_given_another_order(write, toy, make):
     path = write('lock:\n  TOY: [c, default]\n')
     load_policy(path)
-    for policy in (Policy(prefer='a', op=toy.op), Policy(order={f'{toy.op}.f': 'a'})):
-        with pytest.raises(DispatchError, match=f'locked by {path}:2'):
-            set_policy(policy)
-        with pytest.raises(DispatchError, match='use_backend'), policy_context(policy):
-            pass
+    with pytest.raises(DispatchError, match=f'locked by {path}:2'):
+        set_policy(make(toy.op))
+    with pytest.raises(DispatchError, match='use_backend'), policy_context(make(toy.op)):
+        pass
+    with pytest.raises(DispatchError, match=f'locked by {path}:2'):
+        toy.f.bind(policy=make(toy.op))
+    assert toy.ran() == 'c'
+
+
+@pytest.mark.parametrize('make', LOCKED_OUT)
+def test_a_lock_in_code_stands_against_scopes(toy, make):
+    set_policy(Policy(lock={toy.op: ['c']}))
+    with pytest.raises(DispatchError, match='locked by set_policy'), policy_context(make(toy.op)):
+        pass
+    with pytest.raises(DispatchError, match='locked by set_policy'):
+        toy.f.bind(policy=make(toy.op))
+    assert toy.ran() == 'c'
+    set_policy(make(toy.op))  # it takes the lock's place
+    assert toy.ran() == 'a'
+
+
+def test_only_what_a_scope_or_a_binding_forces_stands_above_a_lock(write, toy):
+    load_policy(write('lock:\n  TOY: [c, default]\n'))
     with prefer_backend('a'):
         assert toy.ran() == 'c'
     with use_backend('a', op=toy.op):
         assert toy.ran() == 'a'
+    with use_backend('a'):
+        assert toy.ran() == 'a'
+    with policy_context(Policy(use='a')):
+        assert toy.ran() == 'a'
+    assert toy.name_of(toy.f.bind('a')(SHORT, SHORT)) == 'a'
+    for policy in (Policy(use='a'), Policy(use='a', op=toy.op)):
+        with pytest.raises(DispatchError, match='locked'):
+            set_policy(policy)
+
+
+@pytest.mark.parametrize('make', [*LOCKED_OUT, lambda op: Policy(use='a', op=op), lambda op: Policy(use='a')])
+def test_a_lock_that_comes_later_holds(write, toy, make):
+    set_policy(make(toy.op))
+    assert toy.ran() == 'a'
+    load_policy(write('lock:\n  TOY: [c, default]\n'))
+    assert toy.ran() == 'c'
+
+
+def test_a_lock_says_nothing_of_what_speaks_of_all_functions(write, toy, caplog):
+    load_policy(write('lock: {TOY: [c]}\norder: {TOY: [default]}\n'))
+    set_policy(Policy(prefer='a'))
+    with caplog.at_level(logging.WARNING, logger='fla'):
+        assert toy.ran() == 'c'
+    assert 'replaces' not in caplog.text  # nobody named the function
+
+
+def test_a_lock_that_silences_an_order_of_the_function_by_its_name_says_so(write, toy, caplog):
+    set_policy(Policy(prefer='a', op=toy.op))
+    path = write('lock: {TOY: [c]}\n')
+    load_policy(path)
+    with caplog.at_level(logging.WARNING, logger='fla'):
+        assert toy.ran() == 'c'
+    assert f'the order of policy file {path} replaces that of set_policy()' in caplog.text
 
 
 def test_the_environment_names_a_file(write, toy, monkeypatch, caplog):
