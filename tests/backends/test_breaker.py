@@ -115,6 +115,25 @@ def test_only_failures_in_a_row_open_it(toy):
     assert state(toy) == 'closed'
 
 
+def test_a_call_that_began_before_it_opened_says_nothing_of_an_open_one(clock):
+    toy = Toy()
+
+    def f(self, q, k, scale=None, flag=False):
+        if not flag:
+            raise Broken
+        for _ in range(5):  # meanwhile the backend fails for others
+            assert toy.ran() == 'b'
+        return q * 0 + 1
+
+    toy.add('a', f=f, retryable=(Broken,))
+    toy.add('b')
+    with on_error('fallback'):
+        assert toy.ran(flag=True) == 'a'
+        known = health()[f'{toy.op}.f', 'a']
+        assert (known.state, known.failures) == ('open', 5)
+        assert '5 failures in a row' in str(explain(toy.f, Q, Q))
+
+
 def test_a_probe_that_fails_begins_the_cooldown_again(toy, clock):
     fail(toy)
     clock.now += COOLDOWN

@@ -127,6 +127,11 @@ def test_every_character_of_a_condition_counts(when, holds, fails):
         ('flag] or [flag', 'no expression'),
         ('flag,', 'not allowed'),
         ('# flag', 'not allowed'),
+        ('half > 2', "compares a dtype with a number ('half' is read as a dtype"),
+        ('half.shape[0] > 2', "not allowed ('half' is read as a dtype"),
+        ('scale > 1e400', 'not allowed'),
+        ('q.shape[99999999999999999999] > 2', 'not allowed'),
+        (' and '.join(['flag'] * 2000), 'has 10000 characters at most'),
         (['flag'], 'got'),
         ('q\0', 'no expression'),
         (3, 'got 3'),
@@ -135,6 +140,36 @@ def test_every_character_of_a_condition_counts(when, holds, fails):
 def test_what_a_condition_refuses(when, words):
     with pytest.raises(ConditionError, match=words.replace('(', r'\(')):
         Rule('kda', 'default', when)
+
+
+class NoTruth:
+    """As an array or a list of sizes that somebody passes: comparing it gives no single answer."""
+
+    def __gt__(self, other):
+        return self
+
+    def __bool__(self):
+        raise ValueError('neither true nor false')
+
+
+@pytest.mark.parametrize(
+    'when', ['scale > 1', 'flag == False and scale > 1', '0 < 1 < scale and flag == False', 'not scale > 1']
+)
+def test_a_comparison_that_is_neither_true_nor_false_does_not_hold(when, caplog):
+    toy = toy_with_backends()
+    with policy_context(rules(toy, (when, 'b'))):
+        with caplog.at_level(logging.WARNING, logger='fla'):
+            assert toy.ran(Q, Q, scale=NoTruth()) == 'a'
+        assert 'has no answer' in caplog.text
+        assert explain(toy.f, Q, Q, scale=NoTruth()).winner == 'a'
+
+
+def test_conditions_that_are_written_otherwise_are_one():
+    toy = toy_with_backends()
+    policies = [rules(toy, (when, 'b')) for when in ('scale  >  1', '(scale > 1)  # a remark', 'scale > 1.5', None)]
+    assert policies[0] == policies[1]
+    assert hash(policies[0]) == hash(policies[1])
+    assert len(set(policies)) == 3
 
 
 def test_rules_are_asked_by_priority_then_as_written():

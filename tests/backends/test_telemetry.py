@@ -22,6 +22,7 @@ from fla.ops.backends import (
     on_error,
     telemetry,
     trace,
+    use_backend,
 )
 from tests.backends.test_failure import Broken, failing_toy, raising
 from tests.backends.test_fork import in_child
@@ -89,7 +90,7 @@ def test_failed_open_and_no_backend():
     }
 
 
-def test_the_last_failure_of_all_is_followed_by_no_backend():
+def test_a_call_that_raises_is_counted_as_raised_whoever_was_the_last():
     toy = Toy(default_verifier=lambda q: (False, 'not today'))
     toy.add('a', f=raising(Broken), retryable=(Broken,))
     toy.add('b', f=raising(OSError), retryable=(Broken,))
@@ -98,7 +99,10 @@ def test_the_last_failure_of_all_is_followed_by_no_backend():
             toy.ran()
         with deny_backends('b', op=toy.op), pytest.raises(Broken):
             toy.ran()
-    assert outcomes(t) == {('a', 'failed'): 2, ('b', 'raised'): 1, ('none', 'no_backend'): 1}
+        with use_backend('a', op=toy.op), pytest.raises(Broken):
+            toy.ran()
+    assert outcomes(t) == {('a', 'failed'): 2, ('b', 'raised'): 1, ('none', 'raised'): 1, ('a', 'raised'): 1}
+    assert t.count(outcome='raised') == 3
 
 
 def test_interrupts_are_counted_as_raised():

@@ -177,8 +177,8 @@ class Breaker:
         """A call ended well. `probe` is its number, 0 for an ordinary call."""
         event = None
         with lock:
-            if not probe:
-                self.failures = 0
+            if not probe:  # one that began before the breaker opened says nothing of what opened it
+                self.failures = 0 if self.closed else self.failures
             elif probe == self._probe:
                 self.failures = 0
                 event = self._to(CLOSED, 'the probe succeeded')

@@ -203,19 +203,20 @@ class Generator:
         self.chain(case.chain, platform)
 
     def _condition(self, case: Case, number: int) -> None:
-        """`_d_w`: whether the condition holds. One that cannot be answered raises: a `try` costs nothing where it holds."""
+        """`_d_w`: whether the condition holds. One that cannot be answered raises, also where its answer is neither true nor
+        false (an array is compared with a number): a `try` costs nothing where it holds."""
         condition = case.conditional.condition
         assert condition is not None
         bind = lambda name, value: self.w.bind(f'_d_w{self.serial}_{self.place}_{name}', value)  # noqa: E731
         with self.w.block('try:'):
             eager, traced = condition.source(bind), condition.source(bind, traced=True)
             if eager == traced:
-                self.w.line(f'_d_w = {eager}')
+                self.w.line(f'_d_w = True if {eager} else False')
             else:
                 # asked once: it would be a tenth of what a condition costs
                 dyn = '_d_t' if self.asked_whether_traced else '(_d_t := _d_dyn())'
                 self.asked_whether_traced = True
-                self.w.line(f'_d_w = ({traced}) if {dyn} else ({eager})')
+                self.w.line(f'_d_w = True if (({traced}) if {dyn} else ({eager})) else False')
         with self.w.block('except _d_Exception as _d_error:' if self.plan.policy.strict else 'except _d_Exception:'):
             self.w.line('_d_w = False')
             self.unanswerable(case, number)

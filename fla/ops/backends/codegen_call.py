@@ -50,7 +50,7 @@ class Actions:
     def breaker(self, candidate: Candidate) -> Any:
         raise NotImplementedError
 
-    def failed(self, candidate: Candidate, policy: Effective) -> Callable[..., Any]:
+    def failed(self, candidate: Candidate, policy: Effective, *, is_last: bool) -> Callable[..., Any]:
         raise NotImplementedError
 
     def exhausted(self) -> Callable[[Any], NoReturn]:
@@ -86,6 +86,7 @@ class Call(Generator):
         super().__init__(signature, plan, serial)
         self.actions, self.label, self.ranges, self.virtual = actions, label, ranges, virtual
         self.keeps_answer = actions.shows_reasons
+        self.asked: tuple[Candidate, ...] = ()
 
     def prelude(self) -> None:
         if self.ranges:
@@ -103,7 +104,13 @@ class Call(Generator):
     def chain(self, chain: tuple[Candidate, ...], platform: str) -> None:
         if self.plan.policy.falls_back:
             self.w.line('_d_failures = None')
+        self.asked = tuple(c for c in chain if not c.out)
         super().chain(chain, platform)
+
+    def _is_last(self, c: Candidate) -> bool:
+        """Whether nobody is asked after this one, whatever the call."""
+        others = self.asked[self.asked.index(c) + 1 :]
+        return not others and not any(other.demotable for other in self.asked if other is not c)
 
     def run(self, c: Candidate, tag: str) -> None:
         policy = self.plan.policy
@@ -145,7 +152,7 @@ class Call(Generator):
             self._implementation(c, tag, '_d_result = ')
         with self.w.block('except _d_BaseException as _d_error:'):
             if policy.falls_back:
-                failed = self.w.bind(f'_d_failed{tag}', self.actions.failed(c, policy))
+                failed = self.w.bind(f'_d_failed{tag}', self.actions.failed(c, policy, is_last=self._is_last(c)))
                 self.w.line(f'_d_failures = {failed}(_d_error, _d_failures, {self._probe}, {first})')
             if policy.telemetry:
                 # not timed: no event may be recorded on a device that has just failed
@@ -256,10 +263,12 @@ class Call(Generator):
             f'{self.label}: no backend accepts this call; run it outside torch.compile, or explain() it, for the reasons'
         )
         self.w.line(f'if _d_dyn(): raise _d_NoBackend({message!r})')
-        self._count(None, f'{self.serial}_none', "'no_backend'")
         if self.plan.policy.falls_back:
             exhausted = self.w.bind(f'_d_exhausted{self.serial}', self.actions.exhausted())
-            self.w.line(f'if _d_failures: {exhausted}(_d_failures)')
+            with self.w.block('if _d_failures:'):
+                self._count(None, f'{self.serial}_none', "'raised'", 'None', '_d_failures[-1][1]')
+                self.w.line(f'{exhausted}(_d_failures)')
+        self._count(None, f'{self.serial}_none', "'no_backend'")
         self.w.line(f'return _d_none({self.forward})')
 
     def unmet_wish(self) -> None:

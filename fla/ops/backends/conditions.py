@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ _COMPARISONS = {
 }
 # Python's own parser stops at 200 parentheses, and the generated code has some for each `and`, `or` and `not` in another.
 _MOST_NESTED = 32
+# Far beyond what anybody writes, and what takes no time to read.
+_MOST_CHARACTERS = 10_000
+# What a tensor has of them at most.
+_MOST_DIMENSIONS = 64
 _ORDERED = ('<', '<=', '>', '>=')
 
 
@@ -49,21 +54,23 @@ class ConditionError(DispatchError, ValueError):
 
 @dataclass(frozen=True)
 class Condition:
-    """A checked `when`.
+    """A checked `when`. Two that differ in white space, parentheses or remarks are one.
 
     Attributes:
         text: as it was written.
+        meaning: the same however it is written.
 
     Raises:
         ConditionError: if it is not in the grammar.
     """
 
-    text: str
+    text: str = field(compare=False)
+    meaning: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text.strip():
             raise ConditionError(f'a condition is an expression such as "q.shape[1] >= 4096", got {self.text!r}')
-        _parsed(self.text)
+        object.__setattr__(self, 'meaning', ast.unparse(_parsed(self.text).tree))
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -140,6 +147,8 @@ class _Parsed:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(text: str) -> _Parsed:
+    if len(text) > _MOST_CHARACTERS:
+        raise ConditionError(f'a condition has {_MOST_CHARACTERS} characters at most, {text[:40]!r}... has {len(text)}')
     try:
         # several lines are one expression, as within parentheses; those of the text have to be its own: `a) or (b`
         tree = _BareDtypes().visit(ast.parse(f'({text}\n)', mode='eval').body)
@@ -177,7 +186,9 @@ class _Reader:
         self.depth = 0
 
     def refuse(self, node: ast.AST, why: str = '') -> ConditionError:
-        return ConditionError(why or f'{ast.unparse(node)!r} is not allowed')
+        dtypes = dict.fromkeys(repr(one.id) for one in ast.walk(node) if isinstance(one, ast.Name) and one.id in DTYPES)
+        read = f' ({", ".join(dtypes)} is read as a dtype, also where a parameter has that name)' if dtypes else ''
+        return ConditionError((why or f'{ast.unparse(node)!r} is not allowed') + read)
 
     def part(self, node: ast.expr) -> None:
         """One side of an `and` or `or`, or the whole: what is wrong with it does not hide what is wrong with the others."""
@@ -267,7 +278,10 @@ class _Reader:
 
 
 def _number(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
+    if not isinstance(node, ast.Constant) or isinstance(node.value, bool):
+        return False
+    # no call has a number that is beyond all numbers
+    return isinstance(node.value, int) or (isinstance(node.value, float) and math.isfinite(node.value))
 
 
 def _attribute(node: ast.expr) -> tuple[str | None, str]:
@@ -283,7 +297,7 @@ def _attribute(node: ast.expr) -> tuple[str | None, str]:
         index = node.slice
         if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub):
             index = index.operand
-        if isinstance(index, ast.Constant) and type(index.value) is int:
+        if isinstance(index, ast.Constant) and type(index.value) is int and index.value <= _MOST_DIMENSIONS:
             node, found = node.value.value, 'shape'
     if found and isinstance(node, ast.Name) and node.id not in DTYPES:
         return node.id, found

@@ -129,7 +129,7 @@ def handler(entry: Entry, c: Candidate, breaker: Breaker, settings: BreakerSetti
     """What generated code calls with an exception of a candidate's implementation.
 
     Args:
-        last: no other candidate may be tried, whatever happens.
+        last: no other candidate is there, or may be tried, whatever happens.
 
     Returns:
         A function of (the exception, those of earlier candidates of this call, the probe's number, the first tensor). It

@@ -135,8 +135,8 @@ class Notes(Actions):
     def breaker(self, c: Candidate) -> Breaker:
         return self.entry.dispatcher.breakers.of(self.entry.key, c.member.name)
 
-    def failed(self, c: Candidate, policy: Effective) -> Callable[..., Any]:
-        return handler(self.entry, c, self.breaker(c), policy.breaker, last=policy.require_first)
+    def failed(self, c: Candidate, policy: Effective, *, is_last: bool) -> Callable[..., Any]:
+        return handler(self.entry, c, self.breaker(c), policy.breaker, last=is_last or bool(policy.require_first))
 
     def exhausted(self) -> Callable[[Any], NoReturn]:
         return functools.partial(exhausted, self.entry.key)

@@ -81,10 +81,10 @@ class Rule:
 
     ops: tuple[str, ...]
     use: tuple[str, ...]
-    when: str | None = None
+    when: str | None = field(default=None, compare=False)
     priority: float = 0
     place: str = field(default='', compare=False)
-    condition: Condition | None = field(default=None, init=False, repr=False, compare=False)
+    condition: Condition | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__

@@ -200,9 +200,7 @@ def _speakers(
     above the lowest lock, that is only what a scope or a binding forces."""
     lock = max((at for at, layer in enumerate(layers) if layer.policy.locked(operation, function)[1] is not None), default=0)
     spoken = [(layer, _order_of(layer, operation, function, serves)) for layer in layers]
-    return [
-        (layer, order) for at, (layer, order) in enumerate(spoken) if at >= lock or (layer.of_call and 'use' in order)
-    ]
+    return [(layer, order) for at, (layer, order) in enumerate(spoken) if at >= lock or (layer.of_call and 'use' in order)]
 
 
 def overruled(

@@ -2,10 +2,10 @@
 
 The code that counts is part of the plan of a state in which somebody counts; otherwise it does not exist. Outcomes:
     served: the backend ran and returned;
-    raised: it raised, and so did the call;
-    failed: it raised, and the next candidate was tried (on_error=fallback);
+    raised: it raised, and so did the call; of backend 'none': those before it had failed, and nobody else took the call;
+    failed: it raised, and the call went on to the next candidate (on_error=fallback);
     open: its circuit breaker kept it out;
-    no_backend: no candidate was left; the backend is then 'none';
+    no_backend: nobody took the call; the backend is then 'none';
     compiled: the call was traced by torch.compile. Compiled regions run no Python, so it is counted once per trace.
 
 Times are opt-in, and of served calls only. One on CUDA tensors is timed with a pair of events that are read when somebody

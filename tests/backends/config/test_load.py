@@ -178,6 +178,7 @@ def test_what_is_no_path(path):
         ('prefer: []', 1, 'prefer'),
         ('prefer: [""]', 1, 'prefer'),
         ('deny: a\ndeny: b', 2, 'stands here twice'),
+        ('breaker: {cooldown: 190:20:30}', 1, 'to the base of 60'),
         ('prefer: &x [a]\ndeny: *x', 2, 'aliases'),
         ('prefer: [a', 1, 'not YAML'),
         ('- a', 1, 'the file'),

@@ -21,12 +21,17 @@ if TYPE_CHECKING:
     from fla.ops.backends.names import Names
 
 
+_MOST_SHOWN = 50
+
+
 class PolicyFileError(DispatchError, ValueError):
     """A policy file that cannot be put in force. `errors` lists all that is wrong with it, each as 'path:line: what'."""
 
     def __init__(self, path: str, errors: Iterable[str]) -> None:
         self.path, self.errors = path, tuple(errors)
-        super().__init__('\n'.join([f'{path} is not in force:', *(f'  {error}' for error in self.errors)]))
+        more = len(self.errors) - _MOST_SHOWN
+        shown = [*self.errors[:_MOST_SHOWN], *([f'... and {more} more, in .errors'] if more > 0 else [])]
+        super().__init__('\n'.join([f'{path} is not in force:', *(f'  {error}' for error in shown)]))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ Errors = set[tuple[int, str]]
 UNREAD = object()
 # Aliases of aliases grow faster than anybody writes.
 _MOST_VALUES = 100_000
+# Of a key that stands more often, the values in between are not looked at.
+_MOST_READINGS = 3
 
 
 @dataclass
@@ -48,7 +50,7 @@ def read(content: bytes, errors: Errors) -> Iterator[Reading]:
             reader = _Reader(loader, number, errors)
             made = Reading(None if node is None else reader.plain(node, ()), reader.lines)
             yield made
-            number, again = number + 1, reader.again
+            number, again = number + 1, min(reader.again, _MOST_READINGS - 1)
     except yaml.YAMLError as error:
         mark = getattr(error, 'problem_mark', None)
         text = getattr(error, 'problem', None) or str(error).partition('\n')[0]
@@ -73,6 +75,8 @@ def needed() -> Any:
         ) from error
     return yaml
 
+
+_BASE_60 = re.compile(r'[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?')
 
 # Of a text that is JSON: what YAML 1.1 reads otherwise. Whitespace counts outside of strings alone.
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?[eE][-+]?\d+|\t')
@@ -132,6 +136,9 @@ class _Reader:
             return self._mapping(node, place)
         if node.id == 'sequence':
             return [self.plain(item, (*place, i)) for i, item in enumerate(node.value)]
+        if _BASE_60.fullmatch(node.value) and node.style is None:
+            self.errors.add((line, f'{node.value!r} is a number to the base of 60 in YAML; write quotes, or its value'))
+            return UNREAD
         try:
             return self.loader.construct_object(node)
         except self._unreadable as error:
