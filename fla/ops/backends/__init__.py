@@ -42,6 +42,7 @@ from fla.ops.backends.explain import CandidateReport, Decision, explain
 from fla.ops.backends.freeze import Manifest, freeze_dispatch, is_frozen, manifest, require_manifest, thaw_dispatch
 from fla.ops.backends.logs import set_threshold as _set_threshold
 from fla.ops.backends.policy import Policy, Rule
+from fla.ops.backends.records import Record
 from fla.ops.backends.registry import BackendRegistry, Handle
 from fla.ops.backends.scopes import (
     allow_backends,
@@ -54,7 +55,7 @@ from fla.ops.backends.scopes import (
 )
 from fla.ops.backends.telemetry import CallEvent, Telemetry, add_observer, telemetry
 from fla.ops.backends.tensors import check_tensors
-from fla.ops.backends.trace import Record, Trace, counters, last_backend, trace
+from fla.ops.backends.trace import Trace, counters, last_backend, trace
 from fla.ops.backends.triton import runs_on_triton
 
 if TYPE_CHECKING:

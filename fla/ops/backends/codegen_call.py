@@ -203,7 +203,8 @@ class Call(Generator):
                 self._without_arguments(f'_d_traced{tag}', self.actions.traced(c))
             with self.w.block('else:'):
                 record = self.w.bind(f'_d_record{tag}', self.actions.record(c))
-                named = [f'{n}={n}' for n in self.signature.names]
+                rest = (self.signature.var_positional, self.signature.var_keyword)
+                named = [f'{n}={n}' for n in (*self.signature.names, *filter(None, rest))]
                 self.w.line(f'{record}(_d_dict({", ".join(named)}))')
 
     def _implementation(self, c: Candidate, tag: str, to: str) -> None:

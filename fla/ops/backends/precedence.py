@@ -124,7 +124,7 @@ def effective(state: State, operation: str, function: str, serves: Callable[[tup
         serves: whether any of these tokens names a candidate of the function. A forced choice without an address leaves
             alone what it cannot serve.
     """
-    order: dict[str, Verb] = {}
+    order: dict[str, Any] = {}
     flags: dict[str, Any] = {}
     allow: list[Verb] = []
     deny: list[Verb] = []

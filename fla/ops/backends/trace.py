@@ -11,49 +11,17 @@ import json
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.errors import DispatchError
 from fla.ops.backends.locking import lock
+from fla.ops.backends.records import Record, record_of
 
 if TYPE_CHECKING:
     from fla.ops.backends.entry import Entry
-
-
-@dataclass(frozen=True)
-class Record:
-    """One dispatched call.
-
-    Attributes:
-        function: 'operation.function'.
-        backend: which one ran.
-        tensors: parameter → (dtype, shape, device) of tensor arguments; empty for a compiled call.
-        flags: parameter → value of the arguments that are plain numbers, booleans and strings, where not at their default.
-        compiled: recorded while a region was traced, not at a call.
-    """
-
-    function: str
-    backend: str
-    tensors: Mapping[str, tuple[str, tuple[int, ...], str]]
-    flags: Mapping[str, Any]
-    compiled: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
-        tensors = {name: {'dtype': d, 'shape': list(s), 'device': v} for name, (d, s, v) in self.tensors.items()}
-        return {
-            'function': self.function,
-            'backend': self.backend,
-            'tensors': tensors,
-            'flags': dict(self.flags),
-            'compiled': self.compiled,
-        }
 
 
 class Trace:
@@ -106,14 +74,7 @@ class Trace:
 
     def add(self, entry: Entry, backend: str, arguments: Mapping[str, Any] | None) -> None:
         """Called by generated code; `arguments` is None for a call that is being compiled."""
-        tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
-        flags: dict[str, Any] = {}
-        for name, value in (arguments or {}).items():
-            if isinstance(value, torch.Tensor):
-                tensors[name] = str(value.dtype).removeprefix('torch.'), tuple(value.shape), str(value.device)
-            elif isinstance(value, (bool, int, float, str)) and value != entry.signature.default(name):
-                flags[name] = value
-        self.records.append(Record(entry.key, backend, tensors, flags, arguments is None))
+        self.records.append(record_of(entry, backend, arguments))
         with lock:
             self.counters[entry.key, backend] += 1
 
@@ -131,7 +92,7 @@ class Trace:
     def to_json(self, path: str | Path | None = None) -> str:
         """The records and counters as JSON, also written to `path` if given."""
         counters = [{'function': f, 'backend': b, 'calls': n} for (f, b), n in sorted(dict(self.counters).items())]
-        text = json.dumps({'records': [r.to_dict() for r in self], 'counters': counters}, indent=1, default=str)
+        text = json.dumps({'records': [r.to_dict() for r in self], 'counters': counters}, indent=1)
         if path is not None:
             Path(path).write_text(text, encoding='utf-8')
         return text

@@ -15,7 +15,8 @@ from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.explain import explain_entry
 from fla.ops.backends.policy import Policy
 from fla.ops.backends.precedence import State
-from fla.ops.backends.trace import Record, Trace
+from fla.ops.backends.records import Record, read
+from fla.ops.backends.trace import Trace
 from fla.utils.devices import platform_of_type
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def diff_policy(
     Args:
         old, new: a policy, the path of a policy file, or None for no file.
         calls: a `trace()`, its JSON or the path of it, or records.
-        dispatcher: the namespace; default: fla's own.
+        dispatcher: the namespace; default: that of the `trace()`, else fla's own.
 
     Returns:
         One entry for each kind of call that is decided differently, or that cannot be judged because the record lacks an
@@ -76,60 +77,82 @@ def diff_policy(
 
     Raises:
         PolicyFileError: for a bad file.
+        TypeError, ValueError: for `calls` that hold no records.
         UnknownNameError: for a policy or a record that names what nobody knows.
     """
+    records = _records(calls)
+    if dispatcher is None and isinstance(calls, Trace):
+        dispatcher = calls.dispatcher
     owner = owner_of(dispatcher)
-    states = [_state(owner, policy) for policy in (old, new)]
-    counted: dict[str, tuple[Mapping[str, Any], int]] = {}
-    for record in _records(calls):
-        if not record['compiled']:
-            key = json.dumps(record, sort_keys=True, default=str)
+    states = [_state(owner, policy, name) for policy, name in ((old, 'old'), (new, 'new'))]
+    counted: dict[str, tuple[Record, int]] = {}
+    for record in records:
+        if not record.compiled:
+            key = json.dumps({**record.to_dict(), 'backend': ''}, sort_keys=True)
             counted[key] = record, counted.get(key, (record, 0))[1] + 1
     found = []
     for record, times in counted.values():
-        words = ', '.join([f'{n}: {t["dtype"]}{list(t["shape"])} on {t["device"]}' for n, t in record['tensors'].items()])
-        call = ', '.join(filter(None, [words, *(f'{n}={v!r}' for n, v in record['flags'].items())]))
+        if record.lost:
+            problem = f'the record has no value of {", ".join(record.lost)}'
+            found.append(PolicyChange(record.function, str(record), times, None, None, problem=problem))
+            continue
         try:
             before, after = (_decide(owner, record, state) for state in states)
         except TypeError as error:
-            found.append(PolicyChange(record['function'], call, times, None, None, problem=str(error)))
+            found.append(PolicyChange(record.function, str(record), times, None, None, problem=str(error)))
             continue
         if before.winner != after.winner:
             sides = before.winner, after.winner, before.order, after.order
-            found.append(PolicyChange(record['function'], call, times, *sides))
+            found.append(PolicyChange(record.function, str(record), times, *sides))
     return found
 
 
-def _state(owner: Dispatcher, policy: Policy | str | os.PathLike[str] | None) -> State:
+def _state(owner: Dispatcher, policy: Policy | str | os.PathLike[str] | None, name: str) -> State:
     """The state in force, with another policy in the place of the file's."""
     if policy is None or isinstance(policy, Policy):
         if policy is not None:
             owner.check_policy(policy)
         return owner.state_with_file(policy, 'compared')
+    if not isinstance(policy, (str, os.PathLike)):
+        raise TypeError(f'{name} must be a Policy, the path of a policy file, or None; got {policy!r:.80}')
     made = owner.read_policy_version(policy)
     return owner.state_with_file(made.policy, made.source)
 
 
-def _records(calls: Calls) -> list[Mapping[str, Any]]:
-    if isinstance(calls, os.PathLike) or (isinstance(calls, str) and not calls.lstrip().startswith(('{', '['))):
-        calls = Path(calls).read_text(encoding='utf-8')
-    content: Any = json.loads(calls) if isinstance(calls, str) else calls
+def _records(calls: Any) -> list[Record]:
+    """The records of whatever holds them.
+
+    Raises:
+        TypeError, ValueError: for what holds none; names the argument and what is wrong.
+        OSError: for a path that cannot be read.
+    """
+    text = None
+    if isinstance(calls, str) and not os.path.lexists(calls) and calls.lstrip().startswith(('{', '[')):
+        text = calls
+    elif isinstance(calls, (str, os.PathLike)):
+        text = Path(calls).read_text(encoding='utf-8')
+    try:
+        content = json.loads(text) if text is not None else calls
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'calls is no JSON: {error}') from None
     if isinstance(content, Mapping):
+        if 'records' not in content:
+            raise ValueError(f'calls is the JSON of a trace(), with "records"; this has {", ".join(map(str, content))}')
         content = content['records']
-    return [record.to_dict() if isinstance(record, Record) else record for record in content]
+    if isinstance(content, str) or not isinstance(content, Iterable):
+        raise TypeError(f'calls is a trace(), its JSON, the path of such JSON, or a list of records; got {content!r:.80}')
+    return [read(told, number) for number, told in enumerate(content)]
 
 
-def _decide(owner: Dispatcher, record: Mapping[str, Any], state: State) -> Decision:
+def _decide(owner: Dispatcher, record: Record, state: State) -> Decision:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    entry = owner.entry(record['function'])
-    arguments = dict(record['flags'])
+    entry = owner.entry(record.function)
+    elsewhere = {}
     platform = None
-    with FakeTensorMode():
-        for name, told in record['tensors'].items():
-            device = torch.device(told['device'])
-            here = device.type in ('cpu', 'meta') or bool(owner.device_facts(platform_of_type(device.type)))
-            platform = platform if here else device.type
-            dtype = getattr(torch, str(told['dtype']).removeprefix('torch.'))
-            arguments[name] = torch.empty(tuple(told['shape']), dtype=dtype, device=device if here else 'cpu')
-    return explain_entry(entry, (), arguments, platform, state)
+    for name, (_, _, device) in record.tensors.items():
+        kind = torch.device(device).type
+        if kind not in ('cpu', 'meta') and not owner.device_facts(platform_of_type(kind)):
+            platform, elsewhere[name] = kind, 'cpu'
+    with FakeTensorMode(), torch.set_grad_enabled(record.grad_mode):
+        return explain_entry(entry, (), record.arguments(elsewhere), platform, state)
