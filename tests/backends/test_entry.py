@@ -696,8 +696,15 @@ def test_generated_source_can_be_read_while_a_plan_lives():
 
 
 BASELINE = """
+import functools, logging, sys
 import torch
-from fla.ops.backends import BackendRegistry, BaseBackend, DispatchError, dispatch, explain, use_backend
+from fla.ops.backends import *
+from fla.ops.backends import dispatch
+
+class Said(logging.Handler):
+    def __init__(self, said):
+        super().__init__()
+        self.emit = lambda record: said.append(record.getMessage())
 
 def plain(q, k=2):
     return 'default', k
@@ -717,21 +724,41 @@ BackendRegistry('baseline').register(Backend())
 q = torch.zeros(1)
 assert f(q) == f.bind('default')(q) == f.bind(prefer='backend')(q) == f.resolve(q)(q) == ('default', 2)
 assert set(f.backends) == {'backend', 'default'}, f.backends
-try:
+
+def use():
     with use_backend('backend', op='baseline'):
         pass
-except DispatchError as error:
-    assert 'FLA_DISABLE_BACKEND_DISPATCH' in str(error)
-else:
-    raise AssertionError('use_backend must say that nothing is dispatched')
+
+for force in (use, lambda: set_policy(Policy(use='backend')), lambda: measure([functools.partial(f, q)])):
+    try:
+        force()
+    except DispatchError as error:
+        assert 'FLA_DISABLE_BACKEND_DISPATCH' in str(error)
+    else:
+        raise AssertionError('it must say that nothing is dispatched')
+said = []
+logging.getLogger('fla').addHandler(Said(said))
+with prefer_backend('backend', op='baseline'), trace() as t, telemetry() as counted, on_error('fallback'):
+    assert f(q) == ('default', 2)
+set_policy(Policy(prefer='backend', op='baseline'))
+breaker(f, 'backend').force_open()
+add_observer(print)()
+for _ in range(2):
+    load_policy(sys.argv[1])
+assert len(t) == 0
+why = ' has no effect: FLA_DISABLE_BACKEND_DISPATCH was set at import, so that nothing is dispatched'
+assert [text.removesuffix(why) for text in said if text.endswith(why)] == [
+    'prefer_backend()', 'trace()', 'telemetry()', 'on_error()', 'set_policy()', 'a circuit breaker', 'add_observer()',
+    'a policy file',
+], said
 print('good')
 """
 
 
-def run(source, **environment):
+def run(source, *arguments, **environment):
     clean = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
     return subprocess.run(
-        [sys.executable, '-c', source],
+        [sys.executable, '-c', source, *arguments],
         cwd=ROOT,
         env={**clean, **environment},
         capture_output=True,
@@ -740,8 +767,11 @@ def run(source, **environment):
     )
 
 
-def test_baseline_mode():
-    done = run(BASELINE, FLA_DISABLE_BACKEND_DISPATCH='1')
+def test_baseline_mode(tmp_path):
+    pytest.importorskip('yaml')
+    file = tmp_path / 'policy.yaml'
+    file.write_text('prefer: backend')
+    done = run(BASELINE, str(file), FLA_DISABLE_BACKEND_DISPATCH='1')
     assert done.stdout == 'good\n', done.stderr
     for value in ('0', 'no'):
         line = BASELINE.splitlines().index('assert f is plain') + 1

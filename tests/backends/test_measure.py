@@ -12,14 +12,20 @@ import pytest
 import torch
 
 from fla.ops.backends import (
+    Dispatcher,
     Policy,
     UnknownNameError,
+    add_observer,
+    breaker,
     card,
     explain,
     freeze_dispatch,
     measuring,
+    on_error,
     prefer_backend,
     set_policy,
+    telemetry,
+    trace,
     unload_measurements,
     use_backend,
 )
@@ -435,6 +441,47 @@ def test_a_call_that_nobody_serves_without_an_error_changes_nothing(two):
     assert two.ran(LONG, LONG) == 'long'
 
 
+def test_nobody_counts_what_is_measured(two):
+    seen = []
+    end = add_observer(seen.append)
+    with trace() as calls, telemetry() as counted, on_error('fallback', breaker={'threshold': 1}):
+        quick(two)
+        assert (len(calls), counted.snapshot()['calls'], seen) == (0, [], [])
+        assert two.ran(LONG, LONG) == 'long'
+    end()
+    assert len(calls) == 1
+
+
+def test_a_failure_while_measuring_is_no_failure_of_a_call():
+    toy = Toy()
+
+    def f(self, q, k, scale=None, flag=False):
+        raise OSError
+
+    toy.add('a', f=f, retryable=(OSError,))
+    toy.add('b')
+    set_policy(Policy(deny=('default',)))
+    with on_error('fallback', breaker={'threshold': 1}):
+        quick(toy)
+        assert breaker(toy.f, 'a').state == 'closed'
+        assert toy.ran() == 'b'
+
+
+def test_another_namespace():
+    mine, other = Dispatcher('measured.ops', 'MEASURED'), Dispatcher('other.ops', 'OTHER')
+    toy, others = Toy(dispatcher=mine), Toy(dispatcher=other)
+    toy.add('a')
+    calls = [functools.partial(toy.f, SHORT, SHORT)]
+    assert list(measure(calls, progress=False, repeats=1).functions) == [f'{toy.op}.f']
+    assert list(measure(calls, progress=False, repeats=1, dispatcher=mine).functions) == [f'{toy.op}.f']
+    with pytest.raises(
+        ValueError, match=r'dispatcher is <Dispatcher other\.ops>, and the calls are of <Dispatcher measured'
+    ):
+        measure(calls, progress=False, dispatcher=other)
+    with pytest.raises(ValueError, match=r'of one namespace, got those of measured\.ops, other\.ops'):
+        measure([*calls, functools.partial(others.f, SHORT, SHORT)], progress=False)
+
+
 @pytest.mark.parametrize('rich', [True, False])
 def test_progress_is_shown(two, capsys, monkeypatch, rich):
     if not rich:
@@ -446,7 +493,7 @@ def test_progress_is_shown(two, capsys, monkeypatch, rich):
 SCRIPT = """
     import functools, sys, time
     import torch, torch.distributed as dist
-    from fla.ops.backends import Policy, set_policy
+    from fla.ops.backends import FrozenError, Policy, UnknownNameError, freeze_dispatch, set_policy, thaw_dispatch
     from fla.ops.backends.measuring import measure
     from fla.ops.backends.measurements import MeasurementError
     from tests.backends.toy import Toy
@@ -483,6 +530,43 @@ SCRIPT = """
         assert rank == 1 and 'rank 0 could not measure' in str(error)
     else:
         raise AssertionError
+    # whoever cannot go along: nobody measures for nothing, and nothing changes on any rank
+    set_policy(Policy(deny=('default', 'b')))
+    for only in (0, 1):
+        for wrong in ({'repeats': 0}, {'margin': 3}, {'dispatcher': 3}):
+            try:
+                measure([call], group=dist.group.WORLD, progress=False, **(wrong if rank == only else {}))
+            except MeasurementError as error:
+                assert rank != only and f'rank {only} could not measure' in str(error), error
+            except (ValueError, TypeError):
+                assert rank == only
+            else:
+                raise AssertionError
+        if rank == only:
+            freeze_dispatch()
+        try:
+            measure([call], group=dist.group.WORLD, progress=False)
+        except FrozenError:
+            assert rank == only
+        except MeasurementError as error:
+            assert rank != only and f'rank {only} could not measure: FrozenError' in str(error), error
+        else:
+            raise AssertionError
+        if rank == only:
+            thaw_dispatch()
+    if rank == 0:
+        toy.add('only0', f=slow_on(1, 1))
+    set_policy(Policy(deny=('default', 'a', 'b')) if rank == 0 else Policy())
+    try:
+        measure([call], group=dist.group.WORLD, warmup=1, repeats=3, progress=False)
+    except UnknownNameError:
+        assert rank == 1
+    except MeasurementError as error:
+        assert rank == 0 and 'rank 1 could not use what was measured' in str(error), error
+    else:
+        raise AssertionError
+    set_policy(Policy())
+    assert toy.ran() == 'b'  # as was measured first
     dist.barrier()
     dist.destroy_process_group()
 """

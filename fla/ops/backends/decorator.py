@@ -103,7 +103,7 @@ def dispatch(
         if owner.baseline:
             # Nothing is dispatched; what users ask of a dispatched function is still there to ask.
             attach(function, entry)
-            function.bind = lambda *_, **__: function  # type: ignore[attr-defined]
+            function.bind = _baseline_bind(owner, function)  # type: ignore[attr-defined]
             function.resolve = lambda *_, **__: function  # type: ignore[attr-defined]
             owner.plain[entry.key] = function
             return cast('Dispatched[P, R]', function)
@@ -111,6 +111,16 @@ def dispatch(
         return cast('Dispatched[P, R]', entry.wrapper)
 
     return decorate
+
+
+def _baseline_bind(owner: Dispatcher, function: Callable[P, R]) -> Callable[..., Callable[P, R]]:
+    """Model code that binds is the same code there, and runs the undecorated function."""
+
+    def bind(*_: Any, **__: Any) -> Callable[P, R]:
+        owner.warn_in_baseline('bind()')
+        return function
+
+    return bind
 
 
 def _name_of(function: Any) -> str:

@@ -275,6 +275,7 @@ class Dispatcher(Layers):
         """
         from fla.ops.backends.failure import breaker_of
 
+        self.warn_in_baseline('a circuit breaker')
         return breaker_of(self, function, backend)
 
     def _breakers_asked(self, function: str) -> bool:

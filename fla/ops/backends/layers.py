@@ -211,6 +211,19 @@ class Layers(Names):
             self.scopes = tuple(scope for scope in self.scopes if scope[0] != token)
             self.push()
 
+    def refuse_in_baseline(self, what: str) -> None:
+        """Raise DispatchError where nothing is dispatched, for what promises that something runs."""
+        if self.baseline:
+            raise DispatchError(f'{what}: {self._baseline_text()}; unset it')
+
+    def warn_in_baseline(self, what: str) -> None:
+        """One WARNING where nothing is dispatched, for what can change nothing then."""
+        if self.baseline:
+            logs.warn_once(('baseline', what), '%s has no effect: %s', what, self._baseline_text())
+
+    def _baseline_text(self) -> str:
+        return f'{self.environment.name("DISABLE_BACKEND_DISPATCH")} was set at import, so that nothing is dispatched'
+
     def refuse_if_frozen(self, what: str) -> None:
         """Raise FrozenError while frozen, except for what a lazy load does."""
         if self.frozen is not None and not self.discovery.is_loading():
@@ -229,6 +242,9 @@ class Layers(Names):
         if not isinstance(policy, Policy):
             raise TypeError(f'set_policy() takes a Policy, got {policy!r}')
         self.refuse_if_frozen('set a policy')
+        if policy.use:
+            self.refuse_in_baseline('set_policy()')
+        self.warn_in_baseline('set_policy()')
         self.check_policy(policy)
         self.state()
         refuse_if_locked(policy, self._below_code(), of_call=False)
@@ -307,6 +323,7 @@ class Layers(Names):
     def set_file_policy(self, made: PolicyVersion) -> PolicyVersion:
         """Put what was read in force. It gets the next number, unless it has been in force before."""
         self.refuse_if_frozen('change the file layer')
+        self.warn_in_baseline('a policy file')
         self.state()
         with lock:
             if not made.version:
@@ -345,6 +362,7 @@ class Layers(Names):
     def set_measured(self, policy: Policy | None, source: str = '') -> None:
         """Set or take away the lowest layer, which is what was measured (see `measure`)."""
         self.refuse_if_frozen('change what was measured')
+        self.warn_in_baseline('what was measured')
         self.state()
         with lock:
             self._measured = Layer(policy, source) if policy is not None else None

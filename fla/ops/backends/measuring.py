@@ -22,6 +22,7 @@ from fla.ops.backends.explain import describe_argument, explain_entry
 from fla.ops.backends.freeze import version_of
 from fla.ops.backends.measurements import Measured, MeasurementError, Measurements, Timing, choose, chosen, read
 from fla.ops.backends.policy import Policy, Rule
+from fla.ops.backends.ranks import Ranks
 from fla.utils.devices import platform_of_type
 
 
@@ -47,7 +48,7 @@ def measure(
         margin: by what part of its time a backend has to beat the one that would be asked first without measurements. Less
             is taken for noise.
         progress: show a bar.
-        dispatcher: the namespace; default: fla's own.
+        dispatcher: the namespace; default: that of the calls.
 
     Returns:
         What was measured; it is in force, below every other layer of policy, in the place of what was measured before for
@@ -56,28 +57,48 @@ def measure(
     Raises:
         ValueError: without a call, for a number of runs that is none, or a margin that is none.
         FrozenError: while dispatch is frozen.
-        MeasurementError: if a call can be served by nobody, or raises whoever serves it. On every rank, as is an error of
-            writing the file.
+        MeasurementError: if a call can be served by nobody, or raises whoever serves it; on every rank where another one
+            failed, in whatever way. Nothing has changed then, on any.
+        DispatchError: where nothing is dispatched (FLA_DISABLE_BACKEND_DISPATCH=1).
     """
-    owner = owner_of(dispatcher)
-    owner.refuse_if_frozen('measure')
-    for name, value, least in (('warmup', warmup, 0), ('repeats', repeats, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f'{name} must be a whole number from {least}, got {value!r}')
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
-        raise ValueError(f'margin must be a part of the time, from 0 to below 1, got {margin!r}')
+    ranks = Ranks(group, MeasurementError)
+
+    def checked() -> tuple[Dispatcher, list[functools.partial[Any]]]:
+        for name, value, least in (('warmup', warmup, 0), ('repeats', repeats, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f'{name} must be a whole number from {least}, got {value!r}')
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+            raise ValueError(f'margin must be a part of the time, from 0 to below 1, got {margin!r}')
+        listed = _listed(calls)
+        owner = _owner(listed, dispatcher)
+        owner.refuse_in_baseline('measure()')
+        owner.refuse_if_frozen('measure')
+        return owner, listed
 
     def measured() -> Measurements:
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, 'there is no such folder to write to', str(Path(path).parent))
-        made = _measure(_listed(calls), warmup, repeats, margin, progress, owner)
+        made = _measure(listed, warmup, repeats, margin, progress, owner)
         if path is not None:
             made.save(path)
         return made
 
-    made = measured() if group is None else _on_first_rank(group, measured)
-    _put_in_force(owner, made, str(path) if path is not None else made.source)
+    owner, listed = ranks.all_do('measure', checked)
+    made = ranks.first_does('measure', measured)
+    source = str(path) if path is not None else made.source
+    policy = ranks.all_do('use what was measured', lambda: _policy(owner, made, source))
+    owner.set_measured(policy, source)
     return made
+
+
+def _owner(calls: Sequence[functools.partial[Any]], dispatcher: Dispatcher | None) -> Dispatcher:
+    """The namespace of the calls."""
+    owners = list(dict.fromkeys(entry_of(call.func).dispatcher for call in calls))
+    if len(owners) > 1:
+        raise ValueError(f'calls are of one namespace, got those of {", ".join(owner.namespace for owner in owners)}')
+    if dispatcher is not None and owner_of(dispatcher) is not owners[0]:
+        raise ValueError(f'dispatcher is {dispatcher!r}, and the calls are of {owners[0]!r}')
+    return owners[0]
 
 
 def load_measurements(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> Measurements:
@@ -100,7 +121,7 @@ def load_measurements(path: str | os.PathLike[str], dispatcher: Dispatcher | Non
     others = found.other_versions(_versions(list(found.versions), platform))
     if others:
         logs.logger.warning('%s was measured with other versions: %s; measure() again', path, ', '.join(others))
-    _put_in_force(owner, found, str(path))
+    owner.set_measured(_policy(owner, found, str(path)), str(path))
     return found
 
 
@@ -113,7 +134,14 @@ def unload_measurements(dispatcher: Dispatcher | None = None) -> None:
     owner_of(dispatcher).set_measured(None)
 
 
-def _put_in_force(owner: Dispatcher, made: Measurements, source: str) -> None:
+def _policy(owner: Dispatcher, made: Measurements, source: str) -> Policy:
+    """The rules of what was measured, with those that stand for other functions.
+
+    Raises:
+        MeasurementError, UnknownNameError: for what does not fit the functions that are there.
+        FrozenError: while dispatch is frozen.
+    """
+    owner.refuse_if_frozen('change what was measured')
     keys = {(key,) for key in made.functions}
     rules = [rule for rule in owner.measured_rules() if rule.ops not in keys]
     for key, measured in made.functions.items():
@@ -125,7 +153,7 @@ def _put_in_force(owner: Dispatcher, made: Measurements, source: str) -> None:
             if problems:
                 raise MeasurementError(f'{source}: {key} when {choice.when!r}: {"; ".join(problems)}')
             rules.append(rule)
-    owner.set_measured(Policy(rules=tuple(rules)), source)
+    return Policy(rules=tuple(rules))
 
 
 def _summary(measured: Measured) -> str:
@@ -140,29 +168,6 @@ def _summary(measured: Measured) -> str:
 
 def _words(milliseconds: float | None) -> str:
     return 'failed' if milliseconds is None else f'{milliseconds:.3g} ms'
-
-
-def _on_first_rank(group: Any, measured: Callable[[], Measurements]) -> Measurements:
-    """The first rank's result on all ranks, and its exception, too: the others must not wait for what never comes."""
-    import torch.distributed as dist
-
-    box: list[Any] = [None]
-    failure: BaseException | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            box = [measured()]
-        except BaseException as error:
-            failure, box = error, [f'{type(error).__name__}: {error}']
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    if failure is not None:
-        try:
-            raise failure
-        finally:
-            failure = None  # its traceback holds this frame, and that the group, which would outlive its destruction
-    if isinstance(box[0], str):
-        raise MeasurementError(f'rank 0 could not measure: {box[0]}')
-    found: Measurements = box[0]
-    return found
 
 
 def _listed(calls: Iterable[functools.partial[Any]]) -> list[functools.partial[Any]]:
@@ -267,7 +272,8 @@ def _features(signature: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _time(entry: Any, name: str, bound: Any, device: torch.device, warmup: int, repeats: int) -> float | None:
     """Milliseconds, the median; None where it raises."""
-    function = entry.wrapper.bind(backend=name)
+    # past the dispatcher: nobody counts these runs as calls, and no circuit breaker keeps them out
+    function = entry.direct(next(member for member in entry.members() if member.name == name))
     wanted = [x for x in bound.arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
     times = []
     try:

@@ -25,7 +25,6 @@ from fla.ops.backends import logs
 from fla.ops.backends.breaker import BreakerSettings, as_settings
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.dynamo import never_a_frame
-from fla.ops.backends.errors import DispatchError
 from fla.ops.backends.failure import ON_ERROR
 from fla.ops.backends.policy import Policy
 from fla.ops.backends.precedence import Layer
@@ -65,9 +64,9 @@ class Scope:
 
     def _check(self) -> Policy:
         dispatcher, policy = self.dispatcher, Policy(*self.spec)
-        if policy.use and dispatcher.baseline:
-            variable = dispatcher.environment.name('DISABLE_BACKEND_DISPATCH')
-            raise DispatchError(f'{self.verb}: {variable} was set at import, so that nothing is dispatched; unset it')
+        if policy.use:
+            dispatcher.refuse_in_baseline(self.verb)
+        dispatcher.warn_in_baseline(self.verb)
         dispatcher.refuse_if_frozen(f'enter {self.verb}')
         dispatcher.check_scope(policy)
         return policy

@@ -121,6 +121,7 @@ class Telemetry:
             DispatchError: if it is counting already; a call would count twice.
         """
         dispatcher = self.dispatcher
+        dispatcher.warn_in_baseline('telemetry()')
         dispatcher.state()
         with lock:
             if any(running is self for running in dispatcher.telemetries):
@@ -258,6 +259,7 @@ def add_observer(observer: Observer, dispatcher: Dispatcher | None = None) -> Ca
     owner, token = owner_of(dispatcher), object()
     if not callable(observer):
         raise TypeError(f'an observer is a function of a CallEvent, got {observer!r}')
+    owner.warn_in_baseline('add_observer()')
     owner.state()
     with lock:
         owner.observers = (*owner.observers, (token, observer))

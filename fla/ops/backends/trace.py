@@ -53,6 +53,7 @@ class Trace:
             DispatchError: if it is recording already; a call would count twice.
         """
         dispatcher = self.dispatcher
+        dispatcher.warn_in_baseline('trace()')
         dispatcher.state()
         with lock:
             if any(running is self for running in dispatcher.traces):
