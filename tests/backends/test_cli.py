@@ -176,6 +176,31 @@ def test_manifest(toy, tmp_path, capsys):
     assert "invalid choice: 'h100'" in usage_error(capsys, 'manifest', '--platform', 'h100')
 
 
+def test_policy_files_are_checked(toy, tmp_path, capsys, monkeypatch):
+    pytest.importorskip('yaml')
+    pytest.importorskip('pydantic')
+    good, bad = tmp_path / 'good.yaml', tmp_path / 'bad.yaml'
+    good.write_text('prefer: mine')
+    bad.write_text('prefer: mein\ndney: mine')
+    assert main(['check', str(good)]) == 0
+    assert 'no problems' in capsys.readouterr().err
+    assert main(['check', str(good), str(bad), str(tmp_path / 'none.yaml')]) == 1
+    out = capsys.readouterr().out
+    assert f"{bad}:1: unknown backend 'mein'" in out
+    assert f"{bad}:2: unknown key 'dney'" in out
+    assert 'none.yaml' in out
+    assert default_dispatcher().policy_version() is None
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(good))
+    assert main(['validate']) == 0
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(bad))
+    capsys.readouterr()
+    assert main(['validate']) == 1
+    assert "bad.yaml:1: unknown backend 'mein'" in capsys.readouterr().out
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(tmp_path / 'none.yaml'))
+    assert main(['validate']) == 1
+    assert 'FLA_DISPATCH_CONFIG=' in capsys.readouterr().out
+
+
 def test_usage(capsys):
     assert 'COMMAND' in usage_error(capsys)
     assert 'invalid choice' in usage_error(capsys, 'expalin')
@@ -183,7 +208,7 @@ def test_usage(capsys):
         main(['--help'])
     assert caught.value.code == 0
     help_text = capsys.readouterr().out
-    for command in ('lint', 'describe', 'validate', 'snapshot', 'plugins', 'env', 'manifest'):
+    for command in ('lint', 'describe', 'validate', 'check', 'snapshot', 'plugins', 'env', 'manifest'):
         assert f'\n    {command}' in help_text
 
 

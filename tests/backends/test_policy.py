@@ -12,6 +12,7 @@ from fla.ops.backends import (
     DispatchError,
     NoBackendError,
     Policy,
+    Rule,
     UnknownNameError,
     allow_backends,
     default_dispatcher,
@@ -763,3 +764,30 @@ def test_a_scope_for_another_operation_costs_a_function_nothing(toy):
         assert toy.ran() == 'a'
         assert toy.f.__code__ is code
     assert torch.equal(toy.f(Q, Q), Q + 1)
+
+
+@pytest.mark.parametrize(
+    ('make', 'words'),
+    [
+        (lambda: Policy(order=['kda']), 'order is a mapping from names to backends'),
+        (lambda: Policy(order={3: 'a'}), 'order is a mapping from names'),
+        (lambda: Policy(lock={' ': 'a'}), 'lock is a mapping from names'),
+        (lambda: Policy(boost={3: {'a': 1}}), 'boost is a mapping from names to numbers'),
+        (lambda: Policy(boost=3), 'boost is a mapping'),
+        (lambda: Policy(boost={'kda': 3}), r"boost\['kda'\] is a mapping from names to numbers; got 3"),
+        (lambda: Policy(boost={'kda': {'a': 'b'}}), 'a number to add to its priority'),
+        (lambda: Rule(3, 'x'), 'ops of a rule takes globs'),
+        (lambda: Policy(rules=[{'ops': 'kda', 'uses': 'x'}]), r"rules\[0\] has no field 'uses'. Did you mean 'use'"),
+        (lambda: Policy(rules=[{'ops': 'kda'}]), r"rules\[0\] has no 'use'"),
+        (lambda: Policy(rules=[('kda',)]), 'rules must be a list of Rule'),
+        (lambda: Policy(strict=torch.ones(2)), 'strict must be True, False or None'),
+        (lambda: Policy(strict=1), 'strict must be True, False or None, got 1'),
+        (lambda: Policy(breaker={'treshold': 3}), "breaker has no setting 'treshold'. Did you mean 'threshold'"),
+        (lambda: Policy(breaker=(3,)), 'breaker must be BreakerSettings'),
+        (lambda: Policy(on_error=['raise']), r"on_error must be 'raise', 'fallback' or None, got \['raise'\]\.$"),
+        (lambda: Policy(on_error='rase'), r"got 'rase'\. Did you mean 'raise'"),
+    ],
+)
+def test_fields_of_the_wrong_kind(make, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        make()

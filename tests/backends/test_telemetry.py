@@ -15,6 +15,7 @@ from fla.ops.backends import (
     Dispatcher,
     DispatchError,
     NoBackendError,
+    UnknownNameError,
     add_observer,
     breaker,
     default_dispatcher,
@@ -72,7 +73,11 @@ def test_served_and_raised():
     assert t.count(f'{toy.op}.f') == 5
     assert t.count(f'{toy.op}.f', 'a') == 4
     assert t.count(outcome='raised') == 1
-    assert t.count('other.f') == 0
+    assert t.count(toy.f, 'default', 'served') == 1
+    assert t.count(Toy().f) == 0
+    for wrong in (('other.f',), (None, 'none_such'), (None, None, 'srved')):
+        with pytest.raises(UnknownNameError):
+            t.count(*wrong)
 
 
 def test_failed_open_and_no_backend():

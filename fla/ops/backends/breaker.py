@@ -18,13 +18,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from fla.ops.backends import logs
 from fla.ops.backends.locking import lock
+from fla.utils.env import nearest
 
 CLOSED, OPEN, HALF_OPEN = 'closed', 'open', 'half_open'
 
@@ -97,7 +98,7 @@ class Health:
         state: 'closed', 'open' or 'half_open'.
         forced: the state was set by `force_open()` or `force_close()`.
         failures: failures in a row.
-        total_failures: failures since the process began, or since `reset()`.
+        total_failures: failures since the process began, or since it was last reset or cleared.
         opened: how often it opened.
         retry_in: seconds until a call may probe; None where no time will help or none is needed.
         last_error: the last failure in one line.
@@ -139,6 +140,8 @@ class Breaker:
         self._last_error: str | None = None
         self._until = self._probe_until = 0.0
         self._probe, self._prober = 0, threading.current_thread()
+        # of the call that opened it
+        self._settings = BreakerSettings()
 
     # -- the way of a call --------------------------------------------------------------------------------------------
 
@@ -162,7 +165,10 @@ class Breaker:
         return number
 
     def _refuses(self) -> float | None:
-        """None if a call might probe now, else the seconds until one might (infinite if it was forced open)."""
+        """None if a call might probe now, else the seconds until one might (infinite if it was forced open).
+
+        Also asked without the lock, so `_probe` is read first: it is set last, and cleared first.
+        """
         if self.forced:
             return math.inf
         now = self._owner.clock()
@@ -209,8 +215,6 @@ class Breaker:
             if probe and probe == self._probe:
                 event = self._to(OPEN, 'the probe ended undecided; the next call may probe')
         self._owner.tell(event)
-
-    _settings = BreakerSettings()
 
     def _to(self, state: str, reason: str) -> BreakerEvent | None:
         """Called under the lock."""
@@ -267,18 +271,17 @@ class Breaker:
         """Closed, not forced, nothing counted."""
         self._reset('reset()')
 
-    def _reset(self, reason: str) -> None:
-        with lock:
-            event = self._to(CLOSED, reason)
-            self._forget()
-        self._owner.tell(event)
-
     def clear(self, reason: str) -> None:
         """As `reset()`, except that what was forced stays so."""
+        self._reset(reason, also_forced=False)
+
+    def _reset(self, reason: str, *, also_forced: bool = True) -> None:
+        event = None
         with lock:
-            if self.forced:
-                return
-        self._reset(reason)
+            if also_forced or not self.forced:
+                event = self._to(CLOSED, reason)
+                self._forget()
+        self._owner.tell(event)
 
     # -- for explain --------------------------------------------------------------------------------------------------
 
@@ -414,13 +417,15 @@ def as_settings(value: Any) -> BreakerSettings | None:
     """
     if value is None or isinstance(value, BreakerSettings):
         return value
-    try:
-        if isinstance(value, Mapping):
-            return BreakerSettings(**value)
-        if isinstance(value, tuple):
-            return BreakerSettings(*value)
-    except TypeError:
-        pass
+    known = [field.name for field in fields(BreakerSettings)]
+    if isinstance(value, Mapping):
+        for name in value:
+            if name not in known:
+                close = nearest(str(name), known)
+                raise TypeError(f'breaker has no setting {name!r}.{close} It has {", ".join(known)}')
+        return BreakerSettings(**value)
+    if isinstance(value, tuple) and len(value) == len(known):
+        return BreakerSettings(*value)
     raise TypeError(
         f'breaker must be BreakerSettings(threshold=5, cooldown=30, probe_timeout=300), or a mapping of these; got {value!r}'
     )

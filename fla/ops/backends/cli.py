@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fla.ops.backends import logs
+from fla.ops.backends.config.load import PolicyFileError
 from fla.ops.backends.describe import describe, snapshot
 from fla.ops.backends.dispatcher import Dispatcher, default_dispatcher
 from fla.ops.backends.environment import VARIABLES
@@ -78,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     table = command('describe', _describe, 'show functions with their candidates in order, and policies')
     table.add_argument('operation', nargs='?', help="such as 'kda'; default: all")
     command('validate', _validate, 'list problems that need no call; loads every operation and plugin')
+    files = command('check', _check, 'check policy files, as load_policy() would, and put none in force')
+    files.add_argument('files', nargs='+', metavar='FILE')
     registries = command('snapshot', _snapshot, 'show every registry with its backends and where each was registered')
     registries.add_argument('--json', action='store_true', help='as JSON')
     command('plugins', _plugins, 'list the plugins that were found, with version and error')
@@ -132,6 +135,22 @@ def _validate(dispatcher: Dispatcher, options: argparse.Namespace) -> int:
         print(problem)
     print(f'{len(found)} problems' if found else 'no problems', file=sys.stderr)
     return 1 if found else 0
+
+
+def _check(dispatcher: Dispatcher, options: argparse.Namespace) -> int:
+    bad = False
+    for file in options.files:
+        try:
+            made = dispatcher.read_policy_version(file)
+        except PolicyFileError as error:
+            bad = True
+            print('\n'.join(error.errors))
+        except (OSError, ImportError) as error:
+            bad = True
+            print(f'{file}: {error}')
+        else:
+            print(f'{file}: no problems, sha256 {made.sha256}', file=sys.stderr)
+    return int(bad)
 
 
 def _snapshot(dispatcher: Dispatcher, options: argparse.Namespace) -> int:

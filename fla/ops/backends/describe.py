@@ -142,6 +142,7 @@ def problems(dispatcher: Dispatcher) -> list[str]:
         f'operation {name!r}: its backends package failed: {text}'
         for name, text in sorted(dict(dispatcher.discovery.errors).items())
     ]
+    found += dispatcher.config_problems()
     for plugin in dispatcher.plugins():
         if plugin.error:
             found.append(f'plugin {plugin.name} ({plugin.source}) failed: {plugin.error}')

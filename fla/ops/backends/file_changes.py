@@ -102,7 +102,9 @@ def import_watchfiles() -> Any:
     try:
         import watchfiles
     except ImportError as error:
-        raise ImportError("watch_policy() needs watchfiles: pip install 'fla-dispatch[policy]', or poll=True") from error
+        raise ImportError(
+            "watch_policy() needs watchfiles, of the extra 'policy': pip install watchfiles; or poll=True"
+        ) from error
     return watchfiles
 
 

@@ -112,7 +112,7 @@ class Layers(Names):
     def _read_environment(self) -> None:
         layers = self.environment.layers()
         self._config_draft = None
-        path = os.path.expanduser((self.environment.text('DISPATCH_CONFIG') or '').strip())
+        path = self._config_path()
         file = self._read_config(path) if path else None
         with lock:
             if self._env_layers is None:  # else another thread was faster
@@ -128,6 +128,24 @@ class Layers(Names):
                     self._config_version = None
                 self.follow_environment()
                 self.push()
+
+    def _config_path(self) -> str:
+        return os.path.expanduser((self.environment.text('DISPATCH_CONFIG') or '').strip())
+
+    def config_problems(self) -> list[str]:
+        """All that is wrong with the policy file that the environment names; empty where it names none. Changes nothing."""
+        path = self._config_path()
+        if not path:
+            return []
+        from fla.ops.backends.config.load import PolicyFileError
+
+        try:
+            self.read_policy_version(path)
+        except PolicyFileError as error:
+            return list(error.errors)
+        except (OSError, ImportError) as error:
+            return [f'{self.environment.name("DISPATCH_CONFIG")}={path!r}: {error}']
+        return []
 
     def _read_config(self, path: str) -> PolicyVersion | None:
         """The file that the environment names. One that cannot be used is an error in the log, and raises if strict; its

@@ -89,7 +89,7 @@ class Rule:
     def __post_init__(self) -> None:
         put = object.__setattr__
         ops: Any = self.ops
-        words = (ops,) if isinstance(ops, str) else tuple(ops)
+        words = (ops,) if isinstance(ops, str) else tuple(ops) if isinstance(ops, Iterable) else ()
         if not words or not all(isinstance(word, str) and word.strip() for word in words):
             raise TypeError(f"ops of a rule takes globs over functions, such as 'kda.*', got {self.ops!r}")
         put(self, 'ops', tuple(word.strip() for word in words))
@@ -126,15 +126,29 @@ def _rules(value: Any) -> tuple[Rule, ...]:
     if isinstance(value, (str, Mapping, Rule)) or not isinstance(value, Iterable):
         raise TypeError(f'rules must be a list of Rule, or of mappings of its fields; got {value!r}')
     found = []
-    for rule in value:
+    for number, rule in enumerate(value):
         if isinstance(rule, Mapping):
-            rule = Rule(**rule)
-        elif isinstance(rule, tuple):
+            rule = _rule(number, rule)
+        elif isinstance(rule, tuple) and 2 <= len(rule) <= len(_RULE_FIELDS):
             rule = Rule(*rule)
         if not isinstance(rule, Rule):
             raise TypeError(f'rules must be a list of Rule, or of mappings of its fields; {rule!r} is neither')
         found.append(rule)
     return tuple(found)
+
+
+def _rule(number: int, rule: Mapping[str, Any]) -> Rule:
+    for name in rule:
+        if name not in _RULE_FIELDS:
+            close = nearest(str(name), _RULE_FIELDS)
+            raise TypeError(f'rules[{number}] has no field {name!r}.{close} It has {", ".join(_RULE_FIELDS)}')
+    for name in ('ops', 'use'):
+        if name not in rule:
+            raise TypeError(f'rules[{number}] has no {name!r}: {dict(rule)!r}')
+    return Rule(**rule)
+
+
+_RULE_FIELDS = tuple(f.name for f in fields(Rule) if f.init)
 
 
 @dataclass(frozen=True)
@@ -184,18 +198,19 @@ class Policy:
         put(self, 'deny', _tokens(self.deny, 'deny'))
         put(self, 'allow', None if self.allow is None else _tokens(self.allow, 'allow'))
         for name in ('order', 'lock'):
-            listed = getattr(self, name)
-            pairs = listed.items() if isinstance(listed, Mapping) else listed
+            pairs = _pairs(getattr(self, name), name, "backends, such as {'kda': ['default']}")
             put(self, name, tuple((key.strip(), _tokens(tokens, f'{name}[{key!r}]')) for key, tokens in pairs))
         put(self, 'rules', _rules(self.rules))
         put(self, 'boost', _boosts(self.boost))
         for name in ('strict', 'require_first', 'check_values'):
-            if getattr(self, name) not in (None, True, False):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
                 raise TypeError(f'{name} must be True, False or None, got {getattr(self, name)!r}')
         if self.on_error not in (None, *ON_ERROR):
             words = ', '.join(map(repr, ON_ERROR))
             raise ValueError(
-                f'on_error must be {words} or None, got {self.on_error!r}{nearest(str(self.on_error), ON_ERROR)}'
+                f'on_error must be {words} or None, got {self.on_error!r}.'
+                f'{nearest(self.on_error, ON_ERROR) if isinstance(self.on_error, str) else ""}'
             )
         put(self, 'breaker', as_settings(self.breaker))
         if self.op is not None and (not isinstance(self.op, str) or not self.op.strip()):
@@ -263,10 +278,20 @@ def most_specific(
     return name, listed.get(name)
 
 
+def _pairs(value: Any, name: str, of_what: str) -> list[tuple[str, Any]]:
+    """The entries of a mapping by name, or of the pairs that one was made into before."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    good = isinstance(pairs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+    if not good or not all(isinstance(key, str) and key.strip() for key, _ in pairs):
+        raise TypeError(f'{name} is a mapping from names to {of_what}; got {value!r}')
+    return list(pairs)
+
+
 def _boosts(value: Any) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
     found = []
-    for glob, amounts in value.items() if isinstance(value, Mapping) else value:
-        pairs = tuple(amounts.items() if isinstance(amounts, Mapping) else amounts)
+    example = "numbers by backend, such as {'kda': {'default': -10}}"
+    for glob, amounts in _pairs(value, 'boost', example):
+        pairs = _pairs(amounts, f'boost[{glob!r}]', 'numbers')
         for _, amount in pairs:
             if not _is_number(amount):
                 raise TypeError(f'boost[{glob!r}] gives each backend a number to add to its priority, got {amount!r}')

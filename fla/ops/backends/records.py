@@ -24,7 +24,7 @@ class Record:
 
     Attributes:
         function: 'operation.function'.
-        backend: which one ran.
+        backend: which one ran. Under on_error='fallback' each that was tried has a record.
         tensors: parameter → (dtype, shape, device) of tensor arguments; empty for a compiled call.
         flags: parameter → value of the arguments that are numbers, booleans, strings, dtypes and None, where not at their
             default.

@@ -31,7 +31,7 @@ import torch
 from fla.ops.backends import logs
 from fla.ops.backends.breaker import CLOSED, HALF_OPEN, OPEN, in_capture
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
-from fla.ops.backends.errors import DispatchError
+from fla.ops.backends.errors import DispatchError, unknown_name
 from fla.ops.backends.locking import lock
 
 if TYPE_CHECKING:
@@ -195,11 +195,29 @@ class Telemetry:
         """The child cannot read the parent's CUDA events."""
         self._pending.clear()
 
-    def count(self, function: str | None = None, backend: str | None = None, outcome: str | None = None) -> int:
-        """How many calls are counted under these, None for any."""
+    def count(
+        self, function: str | Callable[..., Any] | None = None, backend: str | None = None, outcome: str | None = None
+    ) -> int:
+        """How many calls are counted under these, None for any.
+
+        Raises:
+            UnknownNameError: for a function, backend or outcome that nobody knows.
+        """
+        from fla.ops.backends.describe import entry_of
+
+        if callable(function):
+            function = entry_of(function).key
         wanted = function, backend, outcome
         with lock:
             calls = list(self._calls.items())
+        if function is not None and not any(function == key[0] for key, _ in calls):
+            self.dispatcher.entry(function)
+        if backend is not None and not any(backend == key[1] for key, _ in calls):
+            known = {'default', 'none', *(known.backend_type for known in self.dispatcher.backends())}
+            if backend not in known:
+                raise unknown_name('backend', backend, known)
+        if outcome is not None and outcome not in OUTCOMES:
+            raise unknown_name('outcome', outcome, OUTCOMES)
         return sum(n for key, n in calls if all(w in (None, k) for w, k in zip(wanted, key, strict=True)))
 
     def snapshot(self) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def read(content: bytes, errors: Errors) -> Iterator[Reading]:
     except yaml.YAMLError as error:
         mark = getattr(error, 'problem_mark', None)
         text = getattr(error, 'problem', None) or str(error).partition('\n')[0]
+        text += '; a value that holds it needs quotes' if 'cannot start any token' in text else ''
         errors.add((mark.line + 1 if mark else 1, f'not YAML: {text}'))
     except RecursionError:
         errors.add((1, 'nested too deep'))
@@ -71,7 +72,7 @@ def needed() -> Any:
         import yaml
     except ImportError as error:
         raise ImportError(
-            f"a policy file needs pydantic and pyyaml: pip install 'fla-dispatch[policy]' ({error})"
+            f"a policy file needs pydantic and pyyaml, which are the extra 'policy': pip install pydantic pyyaml ({error})"
         ) from error
     return yaml
 
