@@ -53,7 +53,7 @@ def format_reason(reason: Reason) -> str:
 def _shown(value: Any) -> str:
     try:
         return str(value)
-    except Exception:
+    except Exception:  # as above
         return f'<{type(value).__name__}>'
 
 

@@ -336,7 +336,7 @@ def _tell(observers: tuple[tuple[object, Observer], ...], event: CallEvent) -> N
     for _, observer in observers:
         try:
             observer(event)
-        except Exception:
+        except Exception:  # an observer's error is not the call's
             key = 'observer', id(observer)
             logs.once(key, logging.ERROR, 'observer %r raised for %s', observer, event, exc_info=True)
 
