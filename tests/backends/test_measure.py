@@ -12,18 +12,22 @@ import pytest
 import torch
 
 from fla.ops.backends import (
+    BackendRegistry,
+    BaseBackend,
     Dispatcher,
     Policy,
     UnknownNameError,
     add_observer,
     breaker,
     card,
+    dispatch,
     explain,
     freeze_dispatch,
     measuring,
     on_error,
     prefer_backend,
     set_policy,
+    strict_mode,
     telemetry,
     trace,
     unload_measurements,
@@ -465,6 +469,74 @@ def test_a_failure_while_measuring_is_no_failure_of_a_call():
         quick(toy)
         assert breaker(toy.f, 'a').state == 'closed'
         assert toy.ran() == 'b'
+
+
+def test_an_open_circuit_keeps_nobody_out(two):
+    breaker(two.f, 'long').force_open()
+    with on_error('fallback'):
+        assert two.ran(LONG, LONG) == 'short'
+        made = quick(two)
+    assert all(set(timing.milliseconds) == {'short', 'long'} for timing in made.functions[f'{two.op}.f'].timings)
+
+
+def test_what_a_call_changes_is_new_in_each_run_and_whole_afterwards():
+    seen = []
+    op = f'{Toy().op}changes'
+    BackendRegistry(op)
+
+    @dispatch(op, mutates=('cache', 'states'))
+    def step(x: torch.Tensor, cache: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+        seen.append((float(cache), len(states), float(states[0])))
+        cache += 1
+        states[0] += 1
+        states.append(x)
+        return x
+
+    cache, states = torch.zeros(()), [torch.zeros(())]
+    call = functools.partial(step, torch.ones(2), cache, states)
+    measure([call], warmup=1, repeats=3, progress=False)
+    assert seen == [(0.0, 1, 0.0)] * 4
+    assert (float(cache), len(states), float(states[0])) == (0.0, 1, 0.0)
+    assert call.args[1] is cache
+
+
+def test_a_reference_by_whatever_name_is_measured_only_where_nobody_else_is(two, tmp_path):
+    two.add('Plain', kind='reference')
+    made = quick(two, path=tmp_path / 'measured.json')
+    assert all(set(timing.milliseconds) == {'short', 'long'} for timing in made.functions[f'{two.op}.f'].timings)
+    file = json.loads((tmp_path / 'measured.json').read_text())
+    file['functions'][f'{two.op}.f']['rules'] = [{'when': None, 'use': ['PLAIN']}]
+    (tmp_path / 'measured.json').write_text(json.dumps(file))
+    load_measurements(tmp_path / 'measured.json')  # names are not a matter of case
+    assert two.ran() == 'Plain'
+
+
+def test_a_condition_on_an_optional_tensor_asks_whether_it_is_there():
+    op = f'{Toy().op}optional'
+
+    @dispatch(op)
+    def scaled(x: torch.Tensor, by: torch.Tensor | None = None) -> torch.Tensor:
+        time.sleep(0.004 * (by is not None and by.shape[0] > 100))
+        return x
+
+    class Other(BaseBackend):
+        backend_type = 'other'
+
+        def scaled(self, x, by=None):
+            time.sleep(0.004 * (by is not None and by.shape[0] < 100))
+            return x
+
+    BackendRegistry(op).register(Other())
+    x = torch.ones(2)
+    calls = [functools.partial(scaled, x, torch.ones(size)) for size in (16, 1024)]
+    made = measure(calls, warmup=1, repeats=3, progress=False).functions[f'{op}.scaled']
+    assert {choice.when for choice in made.choices} == {
+        'by is not None and by.shape[0] < 128',
+        'by is not None and by.shape[0] >= 128',
+    }
+    with strict_mode():
+        assert explain(scaled, x, torch.ones(16)).winner == 'default'
+        assert scaled(x) is x
 
 
 def test_another_namespace():

@@ -791,3 +791,40 @@ def test_a_scope_for_another_operation_costs_a_function_nothing(toy):
 def test_fields_of_the_wrong_kind(make, words):
     with pytest.raises((TypeError, ValueError), match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ('make', 'words'),
+    [
+        (lambda op: Policy(order={f'{op}.g': 'a'}), "unknown function 'g'"),
+        (lambda op: Policy(order={op: 'none_such'}), "unknown backend 'none_such'"),
+        (lambda op: Policy(lock={op: 'none_such'}), "unknown backend 'none_such'"),
+        (lambda op: Policy(lock={'none_such': 'a'}), "unknown operation 'none_such'"),
+        (lambda op: Policy(boost={op: {'none_such': 1}}), "boost: unknown backend 'none_such'"),
+        (lambda op: Policy(boost={'none_such*': {'a': 1}}), 'covers no operation'),
+        (lambda op: Policy(rules=[Rule(op, 'none_such')]), r"rules\[0\]: unknown backend 'none_such'"),
+        (lambda op: Policy(rules=[Rule(op, 'a', 'v.shape[0] > 1')]), "there is no parameter 'v'"),
+    ],
+)
+def test_unknown_names_in_any_field_are_errors(make, words):
+    toy = Toy()
+    toy.add('a')
+    policy = make(toy.op)
+    with pytest.raises(UnknownNameError, match=words):
+        set_policy(policy)
+    with pytest.raises(UnknownNameError, match=words), policy_context(policy):
+        pass
+    with pytest.raises(UnknownNameError, match=words):
+        toy.f.bind(policy=policy)
+    assert get_policy() is None
+
+
+@pytest.mark.parametrize('field', ['order', 'lock', 'boost', 'rules'])
+def test_a_binding_says_something_of_its_function(field):
+    toy, other = Toy(), Toy()
+    toy.add('a')
+    other.add('a')
+    value = {'order': 'a', 'lock': 'a', 'boost': {'a': -1}}.get(field)
+    value = [Rule(other.op, 'a')] if field == 'rules' else {other.op: value}
+    with pytest.raises(ValueError, match=rf'{field}\[.*would say nothing of {toy.op}\.f'):
+        toy.f.bind(**{field: value})

@@ -49,11 +49,12 @@ def test_off_is_the_same_code_as_if_it_had_never_existed():
     before = source(toy)
     with telemetry(timing=True):
         assert toy.ran() == 'a'
-        assert source(toy) != before
+        for word in ('_d_count', '_d_begin', '_d_elapsed'):
+            assert word in source(toy)
     assert toy.ran() == 'a'
     assert source(toy) == before
     assert 'try' not in before
-    for word in ('_d_served', '_d_begin', '_d_raised', '_d_errors'):
+    for word in ('_d_count', '_d_begin', '_d_elapsed'):
         assert word not in before
 
 

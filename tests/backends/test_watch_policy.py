@@ -9,7 +9,7 @@ pytest.importorskip('watchfiles')
 pytest.importorskip('yaml')
 pytest.importorskip('pydantic')
 
-from fla.ops.backends import default_dispatcher, explain, freeze_dispatch, thaw_dispatch
+from fla.ops.backends import default_dispatcher, explain, freeze_dispatch, refresh, thaw_dispatch
 from fla.ops.backends.errors import DispatchError, FrozenError
 from fla.ops.backends.watch import WatchError, watch_policy
 from tests.backends.test_watch import WAIT, Events
@@ -69,6 +69,19 @@ def test_a_file_that_leaves_nobody_is_refused(toy, file):
         error = errors.wait(1).error
         assert isinstance(error, DispatchError)
         assert f'leaves no backend for {toy.op}.f' in str(error)
+        assert toy.ran() == 'b'
+
+
+@pytest.mark.parametrize('change', [refresh, lambda: None])
+def test_what_is_left_but_switched_off_is_nobody(toy, file, monkeypatch, change):
+    toy.add('idle', env_var='FLA_TOY_SWITCHED_OFF')
+    monkeypatch.setenv('FLA_TOY_SWITCHED_OFF', '0')
+    assert toy.ran() == 'a'
+    change()  # it is in use still, though nothing is planned at this moment
+    errors = Events()
+    with watch_policy(file, debounce=0.05, on_error=errors):
+        replace(file, 'allow: [idle]\n')
+        assert f'leaves no backend for {toy.op}.f' in str(errors.wait(1).error)
         assert toy.ran() == 'b'
 
 

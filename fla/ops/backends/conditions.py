@@ -162,6 +162,8 @@ def _parsed(text: str) -> _Parsed:
         reader.part(tree)
     except RecursionError:
         raise ConditionError('a condition is nested too deep') from None
+    except ValueError as error:  # a number with more digits than Python prints
+        raise ConditionError(f'{text[:40]!r}...: {error}') from None
     if reader.refused:
         raise ConditionError(f'{text!r}: {"; ".join(reader.refused)}. A condition knows {GRAMMAR}')
     return _Parsed(tree, tuple(dict.fromkeys(reader.names)), tuple(dict.fromkeys(reader.values)))
@@ -281,7 +283,9 @@ def _number(node: ast.expr) -> bool:
     if not isinstance(node, ast.Constant) or isinstance(node.value, bool):
         return False
     # no call has a number that is beyond all numbers
-    return isinstance(node.value, int) or (isinstance(node.value, float) and math.isfinite(node.value))
+    if isinstance(node.value, int):
+        return abs(node.value) < 2**64
+    return isinstance(node.value, float) and math.isfinite(node.value)
 
 
 def _attribute(node: ast.expr) -> tuple[str | None, str]:

@@ -253,7 +253,7 @@ class Dispatcher(Layers):
             logs.reset()
             self._advance('*')
             for entry in self.entries():
-                entry.platforms = ()
+                entry.platforms, entry.was_called = (), False
             self._state = self._compose()
 
     # -- failures -----------------------------------------------------------------------------------------------------

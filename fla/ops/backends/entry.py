@@ -30,7 +30,7 @@ from fla.ops.backends.codegen import source_of
 from fla.ops.backends.codegen_call import Call
 from fla.ops.backends.dispatcher import Dispatcher
 from fla.ops.backends.dynamo import another_thread_compiles, never_a_frame, renew_after_compiling, while_tracing
-from fla.ops.backends.errors import NoBackendError
+from fla.ops.backends.errors import NoBackendError, UnknownNameError
 from fla.ops.backends.function import (
     check_call,
     check_source,
@@ -44,7 +44,7 @@ from fla.ops.backends.locking import lock
 from fla.ops.backends.members import collect, serve
 from fla.ops.backends.notes import Notes
 from fla.ops.backends.plan import Facts, Member, Plan, build
-from fla.ops.backends.policy import Policy
+from fla.ops.backends.policy import Policy, covers
 from fla.ops.backends.precedence import Effective, Layer, State, effective, overruled, refuse_if_locked
 from fla.ops.backends.signature import Signature, location
 
@@ -80,6 +80,7 @@ class Entry:
         mutates: parameters the operation changes in place.
         own: the policy of a bound function, above every other.
         platforms: platforms that calls have been seen on.
+        was_called: it has been planned for a call.
     """
 
     dispatcher: Dispatcher
@@ -93,6 +94,7 @@ class Entry:
     mutates: tuple[str, ...] = ()
     own: Layer | None = None
     platforms: tuple[str, ...] = ()
+    was_called: bool = False
     wrapper: FunctionType = field(init=False)
     _plans: dict[State, Kept] = field(default_factory=dict, init=False)
     _by_policy: dict[Effective, Kept] = field(default_factory=dict, init=False)
@@ -150,10 +152,13 @@ class Entry:
             gate=lambda backend: dispatcher.gate(backend, policy),
         )
 
-    def _make(self, state: State) -> Kept:
+    def plan(self, state: State) -> Plan:
+        """Who is asked, and in which order, under a state."""
         policy = self.policy(state)
-        plan = build(self.signature, self.members(), policy, self.platforms, self._facts(policy))
-        return self._generate(plan, virtual=True)
+        return build(self.signature, self.members(), policy, self.platforms, self._facts(policy))
+
+    def _make(self, state: State) -> Kept:
+        return self._generate(self.plan(state), virtual=True)
 
     def _generate(self, plan: Plan, *, virtual: bool) -> Kept:
         serial = self.serial()
@@ -193,6 +198,7 @@ class Entry:
         """
         if serial != self._installed and f'plan{serial}' not in self._boxed.known.values():
             return 0
+        self.was_called = True
         dispatcher = self.dispatcher
         for attempt in itertools.count():
             complete = dispatcher.discovery.load(self.operation)
@@ -377,8 +383,7 @@ class Entry:
             if not policy.concerns(self.operation, self.name):
                 raise ValueError(f'the policy is for {policy.op!r} and would say nothing of {self.key}')
         policy = replace(policy, op=self.key)
-        refuse_if_locked(policy, self.dispatcher.state().layers, of_call=True)
-        self.dispatcher.check_tokens(policy.tokens(), self.operation)
+        self._check_bound(policy)
         entry = Entry(
             self.dispatcher,
             self.operation,
@@ -394,6 +399,21 @@ class Entry:
         )
         self.dispatcher.add(entry, public=False)
         return entry.wrapper
+
+    def _check_bound(self, policy: Policy) -> None:
+        """Raise for what nobody knows, for what says nothing of this function, and for what a lock stands against."""
+        self.dispatcher.check_policy(policy)
+        refuse_if_locked(policy, self.dispatcher.state().layers, of_call=True)
+        own = (self.operation, self.key)
+        idle = [f'{name}[{key!r}]' for name in ('order', 'lock') for key, _ in getattr(policy, name) if key not in own]
+        idle += [f'boost[{glob!r}]' for glob, _ in policy.boost if not covers(glob, self.operation, self.name)]
+        idle += [f'rules[{n}]' for n, rule in enumerate(policy.rules) if not rule.concerns(self.operation, self.name)]
+        if idle:
+            raise ValueError(f'bind(): {", ".join(idle)} would say nothing of {self.key}')
+        for number, rule in enumerate(policy.rules):
+            problems = rule.condition.problems(self.signature) if rule.condition else []
+            if problems:
+                raise UnknownNameError(f'bind(): rules[{number}]: {"; ".join(problems)}')
 
     def _announce(self, kept: Kept) -> None:
         """At plan time: the ordered candidates at INFO, and warnings for wishes that cannot come true."""

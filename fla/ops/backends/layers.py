@@ -290,24 +290,23 @@ class Layers(Names):
         self.check_policy(policy)
 
     def check_policy(self, policy: Policy) -> None:
-        """Raise UnknownNameError for operations, functions and backends that nobody knows."""
-        named = (*policy.order, *policy.lock)
-        for name in (*([policy.op] if policy.op else []), *(name for name, _ in named)):
+        """Raise UnknownNameError for operations, functions, backends and parameters that nobody knows."""
+        if policy.op:
+            self.check_operation(policy.op)
+        for name, tokens in (*policy.order, *policy.lock):
             self.check_operation(name)
-        if policy.rules:
+            self.check_tokens(tokens, name)
+        self.check_tokens((*policy.use, *policy.prefer, *(policy.allow or ()), *policy.deny), policy.op)
+        if policy.rules or policy.boost:
             from fla.ops.backends.config import names
 
-            unknown = list(names.problems(self, {'rules': [rule.to_dict() for rule in policy.rules]}))
-            if unknown:
-                said = [f'{policy.rules[at[1]].place or "a rule of this policy"}: {text}' for at, text in unknown]
+            said = []
+            fields = policy.to_dict()
+            for at, text in names.problems(self, {name: fields.get(name) for name in ('rules', 'boost')}):
+                rule = policy.rules[at[1]] if at[0] == 'rules' else None
+                said.append(f'{"boost" if rule is None else rule.place or f"rules[{at[1]}]"}: {text}')
+            if said:
                 raise UnknownNameError('; '.join(said))
-        if policy.op:
-            self.check_tokens(policy.tokens(), policy.op)
-        else:
-            listed = {name for name, _ in policy.order}
-            for name, tokens in policy.order:
-                self.check_tokens(tokens, name)
-            self.check_tokens(tuple(t for t in policy.tokens() if not any(t in dict(policy.order)[n] for n in listed)), None)
 
     # -- the file, and what was measured --------------------------------------------------------------------------------
 

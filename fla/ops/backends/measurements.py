@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,12 +222,15 @@ def _number(time: float | None) -> float:
 Interval = tuple[float, float]  # from (included) to (excluded)
 
 
-def choose(points: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]]) -> tuple[Choice, ...]:
+def choose(
+    points: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]], optional: Collection[str] = ()
+) -> tuple[Choice, ...]:
     """The choices that follow from measured calls.
 
     Args:
         points: for each call what it is told by ('q.shape[1]' → 4096, 'q.dtype' → 'bfloat16', 'cu_seqlens is None' → True)
             and the backends, the quickest first. No two are told alike.
+        optional: parameters that other calls may leave out, so that a condition on their size asks for them first.
 
     What is the same in every call is not compared. Between two measured sizes the border is their geometric mean; the
     smallest and the largest size stand for whatever is smaller or larger.
@@ -242,7 +245,7 @@ def choose(points: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]]) -> tuple
         cells[cell] = order[:1]
     values = [{cell[n] for cell in cells} for n in range(len(columns))]
     merged = _merge(list(cells.items()), [None if name in borders else values[n] for n, name in enumerate(columns)])
-    return tuple(Choice(_condition(columns, cell, borders), order) for cell, order in merged)
+    return tuple(Choice(_condition(columns, cell, borders, optional), order) for cell, order in merged)
 
 
 def _telling_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -271,6 +274,7 @@ def _between(small: int, large: int) -> float:
     return float(max(small + 1, min(large, round((max(small, 1) * large) ** 0.5))))
 
 
+_EVERY_SIZE = (float('-inf'), float('inf'))
 _ANY = None  # in a cell: not compared
 Cells = list[tuple[tuple[Any, ...], tuple[str, ...]]]
 
@@ -294,11 +298,16 @@ def _merge(cells: Cells, values: Sequence[set[Any] | None]) -> Cells:
     return cells
 
 
-def _condition(columns: Sequence[str], cell: Sequence[Any], borders: Mapping[str, Any]) -> str | None:
-    parts = []
+def _condition(
+    columns: Sequence[str], cell: Sequence[Any], borders: Mapping[str, Any], optional: Collection[str]
+) -> str | None:
+    parts: list[str] = []
     for name, value in zip(columns, cell, strict=True):
         if name in borders:
             low, high = value
+            there = f'{name.partition(".")[0]} is not None'
+            if (low, high) != _EVERY_SIZE and name.partition('.')[0] in optional and there not in parts:
+                parts.append(there)
             parts += [f'{name} >= {low:.0f}'] if low > float('-inf') else []
             parts += [f'{name} < {high:.0f}'] if high < float('inf') else []
         elif value is _ANY:

@@ -3,6 +3,7 @@ another process; it compares sizes with what was written down here."""
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from fla.ops.backends import logs
 from fla.ops.backends.card import card, drivers
@@ -22,6 +24,7 @@ from fla.ops.backends.explain import describe_argument, explain_entry
 from fla.ops.backends.freeze import version_of
 from fla.ops.backends.measurements import Measured, MeasurementError, Measurements, Timing, choose, chosen, read
 from fla.ops.backends.policy import Policy, Rule
+from fla.ops.backends.precedence import Layer
 from fla.ops.backends.ranks import Ranks
 from fla.utils.devices import platform_of_type
 
@@ -147,8 +150,8 @@ def _policy(owner: Dispatcher, made: Measurements, source: str) -> Policy:
     for key, measured in made.functions.items():
         entry = owner.entry(key)
         for choice in measured.choices:
-            owner.check_tokens(choice.use, key)
             rule = Rule((key,), choice.use, choice.when, place=f'{source} ({_summary(measured)})')
+            owner.check_tokens(rule.use, key)
             problems = rule.condition.problems(entry.signature) if rule.condition else []
             if problems:
                 raise MeasurementError(f'{source}: {key} when {choice.when!r}: {"; ".join(problems)}')
@@ -194,14 +197,15 @@ def _measure(
     for call in _shown(calls) if progress else calls:
         entry = entry_of(call.func)
         state = owner.state_without_measured()
-        decision = explain_entry(
-            entry, call.args, call.keywords, None, state if entry.own is None else state.above(entry.own)
-        )
+        state = state if entry.own is None else state.above(entry.own)
+        # a backend whose circuit is open now may be the quickest when it is closed again
+        state = state.above(Layer(Policy(on_error='raise'), 'measure()'))
+        decision = explain_entry(entry, call.args, call.keywords, None, state)
         names = [c.name for c in decision.candidates if c.can_run]
-        serious = [name for name in names if name != 'reference'] or names
+        by_name = {member.name: member.backend for member in entry.members()}
+        serious = [name for name in names if by_name[name].kind != 'reference'] or names
         if not serious:
             raise MeasurementError(f'{entry.key}: nobody serves this call, so that there is nothing to measure\n{decision}')
-        by_name = {member.name: member.backend for member in entry.members()}
         packages |= {p for name in serious if (p := by_name[name].package_name)}
         bound = entry.signature.signature.bind(*call.args, **call.keywords)
         bound.apply_defaults()
@@ -223,7 +227,9 @@ def _measure(
     functions = {}
     for key, of in timings.items():
         points = _joined(told[key], of, standing[key], margin)
-        functions[key] = Measured(choose(points) if points else (), tuple(of))
+        signature = owner.entry(key).signature
+        optional = [name for name in signature.tensors if signature.annotated and signature.is_optional_tensor(name)]
+        functions[key] = Measured(choose(points, optional) if points else (), tuple(of))
     names = ['torch', 'triton', 'fla-dispatch', *drivers(platform), *sorted(packages)]
     return Measurements(card(platform), _versions(names, platform), functions)
 
@@ -275,12 +281,11 @@ def _time(entry: Any, name: str, bound: Any, device: torch.device, warmup: int, 
     # past the dispatcher: nobody counts these runs as calls, and no circuit breaker keeps them out
     function = entry.direct(next(member for member in entry.members() if member.name == name))
     wanted = [x for x in bound.arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    given = {changed: bound.arguments[changed] for changed in entry.mutates if changed in bound.arguments}
     times = []
     try:
         for number in range(warmup + repeats):
-            for changed in entry.mutates:
-                if isinstance(value := bound.arguments.get(changed), torch.Tensor):
-                    bound.arguments[changed] = value.detach().clone()
+            bound.arguments.update({changed: _copied(value) for changed, value in given.items()})
             stop = _clock(device)
             made = function(*bound.args, **bound.kwargs)
             outputs = [x for x in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(x, torch.Tensor)]
@@ -293,7 +298,14 @@ def _time(entry: Any, name: str, bound: Any, device: torch.device, warmup: int, 
     except Exception as error:
         logs.logger.warning('measure: %s of %s raised %s: %s', name, entry.key, type(error).__name__, error)
         return None
+    finally:
+        bound.arguments.update(given)
     return float(sorted(times)[len(times) // 2])
+
+
+def _copied(value: Any) -> Any:
+    """What an operation changes, for one run: the tensors in lists, tuples and mappings, and any other object whole."""
+    return tree_map(lambda one: one.detach().clone() if isinstance(one, torch.Tensor) else copy.deepcopy(one), value)
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

@@ -32,7 +32,7 @@ class Record:
         strides: parameter → strides in elements, of the tensors that are not contiguous.
         requires_grad: the tensors that do.
         grad_mode: whether gradients were enabled.
-        lost: the arguments that are of no such kind and not at their default.
+        lost: the arguments that are of no such kind and not at their default, nested and sparse tensors among them.
     """
 
     function: str
@@ -95,10 +95,12 @@ def record_of(entry: Entry, backend: str, arguments: Mapping[str, Any] | None) -
     wanting, lost = [], []
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
-            tensors[name] = _name(value.dtype), tuple(value.shape), str(value.device)
-            if value.layout is not torch.strided:
+            shape = _shape(value)
+            if shape is None:
                 lost.append(name)
-            elif not value.is_contiguous():
+                continue
+            tensors[name] = _name(value.dtype), shape, str(value.device)
+            if not value.is_contiguous():
                 strides[name] = value.stride()
             if value.requires_grad:
                 wanting.append(name)
@@ -112,6 +114,14 @@ def record_of(entry: Entry, backend: str, arguments: Mapping[str, Any] | None) -
                 lost.append(name)
     grad_mode = torch.is_grad_enabled()
     return Record(entry.key, backend, tensors, flags, False, strides, tuple(wanting), grad_mode, tuple(lost))
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """None for a tensor that its shape and strides do not describe: nested, sparse, or of symbolic sizes."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return None
+    numbers = (*tensor.shape, *tensor.stride())
+    return tuple(tensor.shape) if all(type(number) is int for number in numbers) else None
 
 
 def _name(dtype: torch.dtype) -> str:

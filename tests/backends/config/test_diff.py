@@ -143,6 +143,22 @@ def test_arguments_that_are_no_tensors_are_kept_or_named():
         ]
 
 
+@pytest.mark.filterwarnings('ignore:.*prototype')
+def test_tensors_that_no_shape_describes_are_named(tmp_path):
+    toy = Toy()
+    sparse = torch.eye(2).to_sparse()
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+        with trace() as calls:
+            toy.f(nested, SHORT)
+        (change,) = diff_policy(None, None, calls.to_json())
+        assert change.problem == 'the record has no value of q'
+    with trace() as calls:
+        toy.f(SHORT, sparse)
+    (change,) = diff_policy(None, None, calls.to_json())
+    assert change.problem == 'the record has no value of k'
+
+
 def test_a_trace_knows_its_namespace():
     mine = Dispatcher('nowhere.ops', 'NOWHERE')
     toy = Toy(dispatcher=mine)

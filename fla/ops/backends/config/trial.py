@@ -22,10 +22,10 @@ def require_backends(dispatcher: Layers, state: State, source: str) -> None:
     """
     now = dispatcher.state()
     for entry in dispatcher.entries():
-        if not entry._plans:
-            continue  # never called under what is in force
+        if not entry.was_called:
+            continue
         own = (entry.own,) if entry.own is not None else ()
-        before, after = entry._make(now.above(*own)).plan, entry._make(state.above(*own)).plan
+        before, after = entry.plan(now.above(*own)), entry.plan(state.above(*own))
         for platform, chain in after.chains.items():
             if _may_run(before.chains.get(platform, ())) and not _may_run(chain):
                 reasons = '; '.join(f'{c.member.name}: {format_reason(c.out[1])}' for c in chain if c.out)
@@ -33,4 +33,4 @@ def require_backends(dispatcher: Layers, state: State, source: str) -> None:
 
 
 def _may_run(chain: Iterable[Candidate]) -> bool:
-    return any(c.out is None for c in chain)
+    return any(c.out is None and (c.gate is None or c.gate.is_on) for c in chain)
