@@ -740,16 +740,20 @@ said = []
 logging.getLogger('fla').addHandler(Said(said))
 with prefer_backend('backend', op='baseline'), trace() as t, telemetry() as counted, on_error('fallback'):
     assert f(q) == ('default', 2)
-set_policy(Policy(prefer='backend', op='baseline'))
-breaker(f, 'backend').force_open()
+with prefer_backend('backend', op='baseline.plain'), policy_context(Policy(rules=[Rule('baseline.*', 'backend', 'k > 1')])):
+    assert f(q) == ('default', 2)
+set_policy(Policy(prefer='backend', op='baseline.plain'))
+breaker('baseline.plain', 'backend').force_open()
+assert counted.count('baseline.plain') == 0
+assert manifest()['selections'] == {}
 add_observer(print)()
 for _ in range(2):
     load_policy(sys.argv[1])
 assert len(t) == 0
 why = ' has no effect: FLA_DISABLE_BACKEND_DISPATCH was set at import, so that nothing is dispatched'
+expected = 'prefer_backend() trace() telemetry() on_error() policy_context() set_policy() a_circuit_breaker add_observer()'
 assert [text.removesuffix(why) for text in said if text.endswith(why)] == [
-    'prefer_backend()', 'trace()', 'telemetry()', 'on_error()', 'set_policy()', 'a circuit breaker', 'add_observer()',
-    'a policy file',
+    *(word.replace('a_circuit_', 'a circuit ') for word in expected.split()), 'a policy file'
 ], said
 print('good')
 """

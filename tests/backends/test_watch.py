@@ -30,7 +30,7 @@ class Layer:
     def __init__(self):
         self.frozen = None
         self.now = None
-        self.count = 0
+        self.count = self.changes = 0
         self.tried = []
 
     def refuse_if_frozen(self, what):
@@ -47,12 +47,18 @@ class Layer:
         self.tried.append(policy)
 
     def set_file_policy(self, made):
+        return self.swap_file_policy(made)[0]
+
+    def policy_changed(self):
+        self.changes += 1
+
+    def swap_file_policy(self, made):
         self.refuse_if_frozen('change the policy')
         if made.version == 0:
             self.count += 1
             made = PolicyVersion(self.count, made.sha256, made.source, made.time, made.policy)
-        self.now = made
-        return made
+        before, self.now = self.now, made
+        return made, before is None or before.policy != made.policy
 
     def policy_version(self):
         return self.now

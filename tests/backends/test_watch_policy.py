@@ -101,14 +101,14 @@ def test_a_file_that_says_nothing_allows_nothing_new(toy, file, emptied):
 
 
 def test_a_dry_run_changes_nothing(toy, file):
-    with watch_policy(file, debounce=0.05, validators=lambda policy: 'a' not in policy.prefer) as watcher:
-        code = toy.f.__code__
+    with watch_policy(file, debounce=60) as watcher:
         assert toy.ran() == 'b'
-        code = toy.f.__code__
-        file.write_text('prefer: [a]\n')
-        with pytest.raises(ValueError, match='refuses'):
+        code, plans = toy.f.__code__, explain(toy.f, Q, Q)
+        file.write_text('allow: []\n')
+        with pytest.raises(DispatchError, match='leaves no backend'):  # which takes a plan to see
             watcher.reload()
         assert toy.f.__code__ is code
+        assert explain(toy.f, Q, Q) == plans
 
 
 def test_frozen(toy, file):

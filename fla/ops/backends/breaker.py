@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -139,7 +140,7 @@ class Breaker:
         self._total, self._opened = 0, 0
         self._last_error: str | None = None
         self._until = self._probe_until = 0.0
-        self._probe, self._prober = 0, threading.current_thread()
+        self._probe, self._prober = 0, (threading.current_thread(), os.getpid())
         # of the call that opened it
         self._settings = BreakerSettings()
 
@@ -158,7 +159,7 @@ class Breaker:
                 return REFUSED
             event = self._to(HALF_OPEN, 'a call probes the backend')
             # before the number, which others look at without the lock
-            self._prober = threading.current_thread()
+            self._prober = threading.current_thread(), os.getpid()
             self._probe_until = self._owner.clock() + self._settings.probe_timeout
             self._probe = number = self._owner.new_number()
         self._owner.tell(event)
@@ -175,9 +176,13 @@ class Breaker:
         if now < self._until:
             return self._until - now
         # a probe ends with its thread, whatever it did: after a fork, there are none of the parent's
-        if self._probe and now < self._probe_until and self._prober.is_alive():
+        if self._probe and now < self._probe_until and self._prober_lives():
             return self._probe_until - now
         return None
+
+    def _prober_lives(self) -> bool:
+        thread, process = self._prober
+        return process == os.getpid() and thread.is_alive()
 
     def succeeded(self, probe: int) -> None:
         """A call ended well. `probe` is its number, 0 for an ordinary call."""
@@ -367,7 +372,7 @@ class Breakers:
         for _, listener in self.listeners:
             try:
                 listener(event)
-            except Exception:  # a listener's error is not the call's
+            except (Exception, SystemExit):  # a listener's error is not the call's
                 logs.logger.exception('breaker listener %r raised for %s', listener, event)
 
     def clear(self, reason: str, operation: str | None = None, backends: Collection[str] | None = None) -> None:

@@ -77,7 +77,13 @@ class Writer:
 
 
 class Generator:
-    """Writes the body of one function for one plan. Subclasses say what happens at each outcome."""
+    """Writes the body of one function for one plan. Subclasses say what happens at each outcome.
+
+    Attributes:
+        device_type: what conditions take every tensor's device type for; None for what it is.
+    """
+
+    device_type: str | None = None
 
     def __init__(self, signature: Signature, plan: Plan, serial: str) -> None:
         self.signature, self.plan, self.serial = signature, plan, serial
@@ -209,7 +215,8 @@ class Generator:
         assert condition is not None
         bind = lambda name, value: self.w.bind(f'_d_w{self.serial}_{self.place}_{name}', value)  # noqa: E731
         with self.w.block('try:'):
-            eager, traced = condition.source(bind), condition.source(bind, traced=True)
+            eager = condition.source(bind, device_type=self.device_type)
+            traced = condition.source(bind, traced=True, device_type=self.device_type)
             if eager == traced:
                 self.w.line(f'_d_w = True if {eager} else False')
             else:

@@ -139,9 +139,9 @@ class Call(Generator):
         """Run it, and see how that ends."""
         policy = self.plan.policy
         first = (*self.signature.tensors, 'None')[0]
-        self._announce(c, tag)
         timed = []
         with self.w.block('try:'):
+            self._announce(c, tag)  # whatever raises from here on, a probe has ended
             if policy.telemetry == 'time':
                 begin, elapsed = (
                     self.w.bind(f'_d_{name}{self.serial}', value)

@@ -39,10 +39,6 @@ class Explain(Generator):
         if self.plan.policy.strict:
             self.w.line(f'_d_c.stop({unanswerable_text(case.conditional, "")!r})')
 
-    def chain(self, chain: tuple[Candidate, ...], platform: str) -> None:
-        self.w.line(f'_d_c.begin({platform!r})')
-        super().chain(chain, platform)
-
     def run(self, c: Candidate, tag: str) -> None:
         if not self.plan.policy.falls_back or self.plan.policy.use is not None:
             self.w.line(f'_d_c.accept({self._place(tag)})')

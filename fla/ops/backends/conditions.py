@@ -91,14 +91,15 @@ class Condition:
             if name in tensors
         ]
 
-    def source(self, bind: Callable[[str, Any], str], *, traced: bool = False) -> str:
+    def source(self, bind: Callable[[str, Any], str], *, traced: bool = False, device_type: str | None = None) -> str:
         """As an expression of generated code. `bind(name, value)` gives a value a name there.
 
         Args:
+            device_type: what every tensor's is to be taken for.
             traced: for Dynamo, in which what Python answers with an exception may end the trace instead: a dimension that
                 is not there and, in torch 2.7, an attribute of None or None compared with a number.
         """
-        return _Emitter(bind, traced).truth(_parsed(self.text).tree)
+        return _Emitter(bind, traced, device_type).truth(_parsed(self.text).tree)
 
 
 def flag(value: Any) -> bool:
@@ -316,8 +317,8 @@ def _reads(node: ast.expr) -> bool:
 class _Emitter:
     """Writes a checked tree with the generator's own names for what is not a parameter."""
 
-    def __init__(self, bind: Callable[[str, Any], str], traced: bool) -> None:
-        self.bind, self.traced = bind, traced
+    def __init__(self, bind: Callable[[str, Any], str], traced: bool, device_type: str | None) -> None:
+        self.bind, self.traced, self.device_type = bind, traced, device_type
 
     def truth(self, node: ast.expr) -> str:
         if isinstance(node, ast.BoolOp):
@@ -347,6 +348,8 @@ class _Emitter:
         if isinstance(node, (ast.Tuple, ast.List)):
             return f'({", ".join(map(self.operand, node.elts))},)'
         name, attribute = _attribute(node)
+        if attribute == 'device.type' and self.device_type is not None:
+            return f'({self.bind("tensor", tensor)}({name}) and {self.device_type!r})'
         if not self.traced or name is None:
             return ast.unparse(node)
         if isinstance(node, ast.Subscript):

@@ -106,6 +106,7 @@ def dispatch(
             function.bind = _baseline_bind(owner, function)  # type: ignore[attr-defined]
             function.resolve = lambda *_, **__: function  # type: ignore[attr-defined]
             owner.plain[entry.key] = function
+            owner.know(entry)
             return cast('Dispatched[P, R]', function)
         owner.add(entry, public=True)
         return cast('Dispatched[P, R]', entry.wrapper)

@@ -20,10 +20,11 @@ from fla.ops.backends.backend import BaseBackend, changes_of_other_threads, on_c
 from fla.ops.backends.breaker import Breaker, BreakerListener, Breakers, Health
 from fla.ops.backends.discovery import Discovery, Plugin, in_forked_children
 from fla.ops.backends.environment import Environment
-from fla.ops.backends.errors import RegistrationError
+from fla.ops.backends.errors import RegistrationError, unknown_name
 from fla.ops.backends.layers import Layers
 from fla.ops.backends.locking import lock
 from fla.ops.backends.plan import Gate
+from fla.ops.backends.policy import normalise
 from fla.ops.backends.precedence import Effective
 from fla.ops.backends.registry import BackendRegistry, Listener
 from fla.ops.backends.signature import Signature, location
@@ -273,14 +274,19 @@ class Dispatcher(Layers):
             UnknownNameError: for names nobody knows.
             TypeError: for a function that is not dispatched.
         """
-        from fla.ops.backends.failure import breaker_of
+        from fla.ops.backends.describe import entry_of
 
         self.warn_in_baseline('a circuit breaker')
-        return breaker_of(self, function, backend)
+        entry = self.entry(function) if isinstance(function, str) else entry_of(function)
+        entry.dispatcher.discovery.load(entry.operation)
+        names = {member.name.casefold(): member.name for member in entry.members()}
+        if not isinstance(backend, str) or normalise(backend) not in names:
+            raise unknown_name('backend', str(backend), names.values(), f' of {entry.key}')
+        return entry.dispatcher.breakers.of(entry.key, names[normalise(backend)])
 
     def _breakers_asked(self, function: str) -> bool:
         entry = self._functions.get(function)
-        return entry is None or entry.policy(entry.state()).falls_back
+        return entry is None or self.baseline or entry.policy(entry.state()).falls_back
 
     def add_breaker_listener(self, listener: BreakerListener) -> Callable[[], None]:
         """Call `listener(event)` after every change of a breaker's state, in the call's thread and outside every lock;

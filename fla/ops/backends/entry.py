@@ -216,14 +216,15 @@ class Entry:
                 if attempt == _MOST_ATTEMPTS:
                     # somebody changes it as fast as it is planned: serve this call, plan again on the next
                     self._keep(base, kept, _from_the_second_time())
-                    logs.warn_once(
-                        ('restless', self.key),
-                        '%s: backends or policy changed %d times while it was planned. If an is_available, probe or '
-                        'is_enabled changes its own backend or the policy, it must not.',
-                        self.key,
-                        attempt,
-                    )
                     break
+        if not unchanged:
+            logs.warn_once(
+                ('restless', self.key),
+                '%s: backends or policy changed %d times while it was planned. If an is_available, probe or is_enabled '
+                'changes its own backend or the policy, it must not.',
+                self.key,
+                attempt,
+            )
         self._announce(kept)
         return 1
 

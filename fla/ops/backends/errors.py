@@ -57,7 +57,14 @@ def unknown_name(what: str, name: str, known: Iterable[str], where: str = '', ad
     return UnknownNameError(f'{text}.{advice}' if advice else text)
 
 
+def plain_text(error: BaseException) -> str:
+    """An exception in one line."""
+    try:
+        return f'{type(error).__name__}: {error}'
+    except Exception:  # one that cannot say what it is
+        return type(error).__name__
+
+
 def error_text(error: BaseException) -> str:
     """An exception in one line; one of an import also names the other distribution that may be the cause."""
-    text = f'{type(error).__name__}: {error}'
-    return with_conflict(text) if isinstance(error, ImportError) else text
+    return with_conflict(plain_text(error)) if isinstance(error, ImportError) else plain_text(error)

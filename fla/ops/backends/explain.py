@@ -170,9 +170,6 @@ class _Collector:
         self.winner: int | None = None
         self.error: str | None = None
 
-    def begin(self, platform: str) -> None:
-        self.platform = platform
-
     def case(self, number: int) -> None:
         """This call's order is that of a case."""
         case = self.cases[number]
@@ -297,6 +294,8 @@ def _run(
 ) -> None:
     generator = Explain(entry.signature, plan, 'e')
     generator.only = platform
+    if pretended not in (None, NO_TENSOR):  # fake tensors may have to be on another device than the one they stand for
+        generator.device_type = 'cuda' if pretended == 'rocm' else pretended
     source = source_of(generator, entry.name, check_source(entry, plan.policy), first='_d_c')
     namespace = {**entry._namespace, **generator.w.bindings, '_d_refusal': partial(_refusal, entry)}
     if pretended is not None:

@@ -24,10 +24,9 @@ import torch
 
 from fla.ops.backends import logs
 from fla.ops.backends.breaker import Breaker, BreakerSettings, in_backward, in_capture
-from fla.ops.backends.errors import DispatchError, error_text, unknown_name
+from fla.ops.backends.errors import DispatchError, error_text, plain_text
 
 if TYPE_CHECKING:
-    from fla.ops.backends.dispatcher import Dispatcher
     from fla.ops.backends.entry import Entry
     from fla.ops.backends.plan import Candidate
 
@@ -70,14 +69,7 @@ def is_of_device(error: BaseException, frame: FrameType | None = None) -> bool:
     Args:
         frame: the caller's; what was already being handled when it was called did not lead to `error`.
     """
-    return any(isinstance(one, _DEVICE_TYPES) or _DEVICE_WORDS.search(_text(one)) for one in _chain(error, frame))
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return f'{type(error).__name__}: {error}'
-    except Exception:  # an exception that cannot say what it is
-        return type(error).__name__
+    return any(isinstance(one, _DEVICE_TYPES) or _DEVICE_WORDS.search(plain_text(one)) for one in _chain(error, frame))
 
 
 def is_of_caller(error: BaseException, retryable: tuple[type[BaseException], ...]) -> bool:
@@ -90,7 +82,8 @@ def is_of_caller(error: BaseException, retryable: tuple[type[BaseException], ...
 
 
 def _chain(error: BaseException, frame: FrameType | None = None) -> Iterator[BaseException]:
-    """An exception and what led to it, up to what was already being handled when `frame` was called."""
+    """An exception, what led to it and what it is a group of, up to what was already being handled when `frame` was
+    called."""
     outside = set()
     while frame is not None:
         outside.add(frame)
@@ -106,7 +99,7 @@ def _chain(error: BaseException, frame: FrameType | None = None) -> Iterator[Bas
             continue
         seen.add(id(one))
         yield one
-        pending += [one.__context__, one.__cause__]
+        pending += [one.__context__, one.__cause__, *getattr(one, 'exceptions', ())]
 
 
 def _is_traced(first: Any) -> bool:
@@ -212,16 +205,3 @@ def exhausted(function: str, failures: Failures) -> NoReturn:
         raise
     finally:
         last = context = None
-
-
-def breaker_of(dispatcher: Dispatcher, function: str | Callable[..., Any], backend: str) -> Breaker:
-    """The circuit breaker of a backend for a function, both known."""
-    from fla.ops.backends.describe import entry_of
-    from fla.ops.backends.policy import normalise
-
-    entry = dispatcher.entry(function) if isinstance(function, str) else entry_of(function)
-    entry.dispatcher.discovery.load(entry.operation)
-    names = {member.name.casefold(): member.name for member in entry.members()}
-    if not isinstance(backend, str) or normalise(backend) not in names:
-        raise unknown_name('backend', str(backend), names.values(), f' of {entry.key}')
-    return entry.dispatcher.breakers.of(entry.key, names[normalise(backend)])

@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import platform as python_platform
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,16 @@ def _hash(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _portable(text: str, layers: Iterable[Layer]) -> str:
+def _portable(text: str, owner: Dispatcher, layers: Iterable[Layer]) -> str:
     """Without the places in source files that scopes name, and without the paths of policy files: they differ from host to
     host, and select nothing."""
-    places = {place for layer in layers for _, place in layer.policy.places}
-    for place in sorted(places | {place.rpartition(':')[0] for place in places}, key=len, reverse=True):
-        text = text.replace(place, 'its file') if place else text
-    return re.sub(r'policy file \S+', 'policy file', re.sub(r' (at|by) \S+:\d+', '', text))
+    words: dict[str, str] = {}
+    for layer in layers:
+        places = {place for _, place in layer.policy.places} | {rule.place for rule in layer.policy.rules}
+        words |= dict.fromkeys(places, 'its file') | {layer.source: owner.kind_of(layer)}
+    for word in sorted(filter(None, words), key=len, reverse=True):
+        text = text.replace(word, words[word])
+    return text
 
 
 def version_of(distribution: str) -> str | None:
@@ -77,7 +79,7 @@ def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tup
     state = owner.state()
     selections = {}
     packages: set[str] = set()
-    for key, entry in sorted(owner.functions().items()):
+    for key, entry in sorted(owner.functions().items()) if not owner.baseline else ():
         policy = entry.policy(state)
         plan = build(entry.signature, entry.members(), policy, platforms(key, entry.platforms), entry._facts(policy))
         chains: dict[str, Any] = {}
@@ -91,7 +93,7 @@ def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tup
             for c in chain:
                 on = c.gate is None or c.gate.is_on
                 out = c.out or (None if on or c.gate is None else ('disabled', c.gate.says_off, c.gate.source))
-                reason = _portable(f'{out[0]}: {format_reason(out[1])}', state.layers) if out else None
+                reason = _portable(f'{out[0]}: {format_reason(out[1])}', owner, state.layers) if out else None
                 rows.append({'backend': c.member.name, 'out': reason})
                 if out is None and c.member.backend.package_name:
                     packages.add(c.member.backend.package_name)

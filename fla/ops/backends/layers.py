@@ -130,7 +130,7 @@ class Layers(Names):
                 self.push()
 
     def _config_path(self) -> str:
-        return os.path.expanduser((self.environment.text('DISPATCH_CONFIG') or '').strip())
+        return (self.environment.text('DISPATCH_CONFIG') or '').strip()
 
     def config_problems(self) -> list[str]:
         """All that is wrong with the policy file that the environment names; empty where it names none. Changes nothing."""
@@ -156,7 +156,9 @@ class Layers(Names):
             self._config_draft = load.read(path)
             return self._config_draft.version()
         except (load.PolicyFileError, OSError, ImportError) as error:
-            text = f'{self.environment.name("DISPATCH_CONFIG")}={path!r} is left out: {error}'
+            known = self._config_version
+            now = 'left out' if known is None else f'left out, {known.source} as it was read before is in force still'
+            text = f'{self.environment.name("DISPATCH_CONFIG")}={path!r} is {now}: {error}'
             if self.environment.boolean('STRICT'):
                 raise DispatchError(text) from error
             logs.once(('policy file', text), logging.ERROR, '%s', text)
@@ -207,7 +209,7 @@ class Layers(Names):
             return 'measured'
         if self._file is not None and layer.source == _file_layer(self._file.policy, self._file.source).source:
             return 'policy file'
-        return re.sub(r' at \S+:\d+', '', layer.source)
+        return re.sub(r' at .+:\d+$', '', layer.source, flags=re.DOTALL)
 
     def push(self) -> None:
         """Give every entry point the code for the state that is now in force."""
@@ -269,7 +271,7 @@ class Layers(Names):
         with lock:
             old, self._code = self._code, Layer(policy, 'set_policy()')
             self.push()
-        self.breakers.clear('the policy changed')
+        self.policy_changed()
         return old.policy if old else None
 
     def get_policy(self) -> Policy | None:
@@ -282,7 +284,7 @@ class Layers(Names):
         with lock:
             self._code = None
             self.push()
-        self.breakers.clear('the policy changed')
+        self.policy_changed()
 
     def check_scope(self, policy: Policy) -> None:
         """`check_policy`, for a scope that is about to be entered."""
@@ -339,6 +341,14 @@ class Layers(Names):
 
     def set_file_policy(self, made: PolicyVersion) -> PolicyVersion:
         """Put what was read in force. It gets the next number, unless it has been in force before."""
+        made, is_other = self.swap_file_policy(made)
+        if is_other:
+            self.policy_changed()
+        return made
+
+    def swap_file_policy(self, made: PolicyVersion) -> tuple[PolicyVersion, bool]:
+        """`set_file_policy` without what follows: the version, and whether `policy_changed()` is to be called. That calls
+        listeners, which is for whoever holds no lock."""
         self.refuse_if_frozen('change the file layer')
         self.warn_in_baseline('a policy file')
         self.state()
@@ -346,11 +356,16 @@ class Layers(Names):
             if not made.version:
                 self._file_versions += 1
                 made = replace(made, version=self._file_versions)
+                config = self._config_version
+                if config is not None and os.path.abspath(config.source) == os.path.abspath(made.source):
+                    self._config_version = made  # so that refresh() does not take it for news after a rollback()
             before, self._file = self._file, made
             self.push()
-        if before is None or before.policy != made.policy:
-            self.breakers.clear('the policy changed')
-        return made
+        return made, before is None or before.policy != made.policy
+
+    def policy_changed(self) -> None:
+        """What has failed under another policy says nothing under this one."""
+        self.breakers.clear('the policy changed')
 
     def unload_policy(self) -> None:
         """Take the file layer away. `refresh()` reads the file that the environment names again."""
@@ -359,7 +374,7 @@ class Layers(Names):
         with lock:
             self._file = self._config_version = None
             self.push()
-        self.breakers.clear('the policy changed')
+        self.policy_changed()
 
     def try_policy(self, policy: Policy, source: str) -> None:
         """Plan the functions in use as if `policy` were the file layer. Changes nothing.

@@ -282,6 +282,12 @@ Cells = list[tuple[tuple[Any, ...], tuple[str, ...]]]
 def _merge(cells: Cells, values: Sequence[set[Any] | None]) -> Cells:
     """Joins cells of one choice that differ in one column, where they are neighbours (sizes: `values` is None) or all there
     are (others), until there are none."""
+    while (fewer := _merge_one(cells, values)) is not None:
+        cells = fewer
+    return cells
+
+
+def _merge_one(cells: Cells, values: Sequence[set[Any] | None]) -> Cells | None:
     for cell, order in cells:
         for n, there in enumerate(values):
             alike = [(c, o) for c, o in cells if o == order and c[:n] + c[n + 1 :] == cell[:n] + cell[n + 1 :]]
@@ -294,8 +300,8 @@ def _merge(cells: Cells, values: Sequence[set[Any] | None]) -> Cells:
                 joined = (cell[n][0], max(c[n][1] for c, _ in partners))
             if len(partners) > 1:
                 rest = [one for one in cells if one not in partners]
-                return _merge([((*cell[:n], joined, *cell[n + 1 :]), order), *rest], values)
-    return cells
+                return [((*cell[:n], joined, *cell[n + 1 :]), order), *rest]
+    return None
 
 
 def _condition(

@@ -81,22 +81,25 @@ def measure(
     def measured() -> Measurements:
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, 'there is no such folder to write to', str(Path(path).parent))
-        made = _measure(listed, warmup, repeats, margin, progress, owner)
-        if path is not None:
-            made.save(path)
-        return made
+        return _measure(listed, warmup, repeats, margin, progress, owner)
 
     owner, listed = ranks.all_do('measure', checked)
     made = ranks.first_does('measure', measured)
     source = str(path) if path is not None else made.source
     policy = ranks.all_do('use what was measured', lambda: _policy(owner, made, source))
+    if path is not None:
+        ranks.first_does('write what was measured', lambda: made.save(path))
     owner.set_measured(policy, source)
     return made
 
 
 def _owner(calls: Sequence[functools.partial[Any]], dispatcher: Dispatcher | None) -> Dispatcher:
     """The namespace of the calls."""
-    owners = list(dict.fromkeys(entry_of(call.func).dispatcher for call in calls))
+    entries = [entry_of(call.func) for call in calls]
+    bound = [entry.key for entry in entries if entry.own is not None]
+    if bound:
+        raise ValueError(f'calls has a binding of {bound[0]}, whose policy is its own: measure the public function')
+    owners = list(dict.fromkeys(entry.dispatcher for entry in entries))
     if len(owners) > 1:
         raise ValueError(f'calls are of one namespace, got those of {", ".join(owner.namespace for owner in owners)}')
     if dispatcher is not None and owner_of(dispatcher) is not owners[0]:

@@ -32,20 +32,25 @@ class Names:
         self._entries: weakref.WeakSet[Entry] = weakref.WeakSet()
 
     def add(self, entry: Entry, *, public: bool) -> None:
-        """Make an entry point known."""
+        """Have an entry point follow what changes, and know it by its name if it is public."""
         with lock:
             self._entries.add(entry)
-            if public:
-                known = self._functions.get(entry.key)
-                if known is not None and known.place.rpartition(':')[0] != entry.place.rpartition(':')[0]:
-                    logs.logger.warning(
-                        'function %s is dispatched at %s and again at %s; by name, the newest is meant',
-                        entry.key,
-                        known.place,
-                        entry.place,
-                    )
-                # a new dictionary: see BackendRegistry.__new__
-                self._functions = {**self._functions, entry.key: entry}
+        if public:
+            self.know(entry)
+
+    def know(self, entry: Entry) -> None:
+        """Know a public function by its name."""
+        with lock:
+            known = self._functions.get(entry.key)
+            # a new dictionary: see BackendRegistry.__new__
+            self._functions = {**self._functions, entry.key: entry}
+        if known is not None and known.place.rpartition(':')[0] != entry.place.rpartition(':')[0]:
+            logs.logger.warning(
+                'function %s is dispatched at %s and again at %s; by name, the newest is meant',
+                entry.key,
+                known.place,
+                entry.place,
+            )
 
     def entries(self) -> list[Entry]:
         """Every entry point, bound ones included."""

@@ -9,6 +9,7 @@ Only a forced choice overrides a filter, and only that of a scope or a binding (
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -228,17 +229,20 @@ def refuse_if_locked(policy: Policy, below: Sequence[Layer], *, of_call: bool) -
         DispatchError: names the lock, with its place.
     """
     named = [key for key, _ in (*policy.order, *policy.lock)]
-    named += [glob for rule in policy.rules for glob in rule.ops if not set(glob) & set('*?[')]
-    if policy.op and (policy.prefer or policy.rules):
-        named.append(policy.op)
+    named += [glob for rule in policy.rules for glob in rule.ops if glob != '*']
     forces = bool(policy.use) and not of_call
-    if policy.op and forces:
+    if policy.op and (policy.prefer or policy.rules or forces):
         named.append(policy.op)
     for layer in below:
         for name, _ in layer.policy.lock:
-            everything = forces and policy.op is None
-            if everything or any(f'{key}.'.startswith(f'{name}.') or f'{name}.'.startswith(f'{key}.') for key in named):
+            if (forces and not policy.op) or any(_speaks_of(key, name) for key in named):
                 raise DispatchError(
                     f'the order of {name!r} is locked by {layer.policy.place(f"lock.{name}", layer.source)}: only '
                     f'use_backend() and bind(backend=...) may choose another backend'
                 )
+
+
+def _speaks_of(glob: str, name: str) -> bool:
+    """Whether a glob and the name of an operation or function have a function in common."""
+    of_glob, of_name = glob.rpartition('.')[0], name.rpartition('.')[0]
+    return any(fnmatch.fnmatchcase(*pair) for pair in ((name, glob), (name, of_glob), (of_name, glob)))

@@ -245,7 +245,7 @@ class BackendRegistry:
         for listener in (*self._listeners, *self.dispatcher.listeners):
             try:
                 listener(event, self, entry)
-            except Exception:  # a listener's error is not that of whoever registers
+            except (Exception, SystemExit):  # a listener's error is not that of whoever registers
                 logs.logger.exception('listener %r failed on %s of %r', listener, event, entry.name)
 
     # -- paths --------------------------------------------------------------------------------------------------------

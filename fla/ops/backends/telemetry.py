@@ -140,7 +140,7 @@ class Telemetry:
         """Count from zero."""
         with lock:
             self._calls, self._timings, self.dropped = {}, {}, 0
-            self._pending.clear()
+            self._pending = deque()  # another: what `collect` is reading at this moment does not come back
 
     # -- called for generated code ------------------------------------------------------------------------------------
 
@@ -174,7 +174,9 @@ class Telemetry:
         if not self._pending or in_capture():
             return len(self._pending)
         with lock:
-            waiting, self._pending = self._pending, deque()
+            mine: deque[tuple[str, str, Any, Any]] = deque()
+            waiting = self._pending
+            self._pending = mine
         done = []
         still: deque[tuple[str, str, Any, Any]] = deque()
         try:
@@ -186,9 +188,10 @@ class Telemetry:
                     still.append((function, backend, start, end))
         finally:
             with lock:
-                for function, backend, seconds in done:
-                    self._timing(function, backend, CUDA).add(seconds)
-                self._pending.extendleft(reversed(still + waiting))
+                if self._pending is mine:  # else it counts from zero meanwhile
+                    for function, backend, seconds in done:
+                        self._timing(function, backend, CUDA).add(seconds)
+                    mine.extendleft(reversed(still + waiting))
         return len(self._pending)
 
     def after_fork_in_child(self) -> None:
@@ -336,7 +339,7 @@ def _tell(observers: tuple[tuple[object, Observer], ...], event: CallEvent) -> N
     for _, observer in observers:
         try:
             observer(event)
-        except Exception:  # an observer's error is not the call's
+        except (Exception, SystemExit):  # an observer's error is not the call's
             key = 'observer', id(observer)
             logs.once(key, logging.ERROR, 'observer %r raised for %s', observer, event, exc_info=True)
 

@@ -68,15 +68,17 @@ class Trace:
             self.dispatcher.push()
 
     def __iter__(self) -> Iterator[Record]:
-        return iter(tuple(self.records))
+        with lock:  # calls go on
+            return iter(tuple(self.records))
 
     def __len__(self) -> int:
         return len(self.records)
 
     def add(self, entry: Entry, backend: str, arguments: Mapping[str, Any] | None) -> None:
         """Called by generated code; `arguments` is None for a call that is being compiled."""
-        self.records.append(record_of(entry, backend, arguments))
+        made = record_of(entry, backend, arguments)
         with lock:
+            self.records.append(made)
             self.counters[entry.key, backend] += 1
 
     def last_backend(self, function: str) -> str:
@@ -85,10 +87,10 @@ class Trace:
         Raises:
             LookupError: if no such call was recorded.
         """
-        for record in reversed(tuple(self.records)):
+        for record in reversed(tuple(self)):
             if record.function == function or record.function.rpartition('.')[0] == function:
                 return record.backend
-        raise LookupError(f'no call of {function!r} was recorded; recorded: {sorted({r.function for r in self.records})}')
+        raise LookupError(f'no call of {function!r} was recorded; recorded: {sorted({r.function for r in self})}')
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The records and counters as JSON, also written to `path` if given."""

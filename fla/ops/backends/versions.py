@@ -10,7 +10,7 @@ from fla.ops.backends.policy import Policy
 
 
 def checked_path(path: object) -> str:
-    """The path of a policy file as text.
+    """The path of a policy file as text; `~` is the user's folder.
 
     Raises:
         TypeError: for something else.
@@ -19,7 +19,7 @@ def checked_path(path: object) -> str:
     if not isinstance(found, str):
         hint = '; set_policy() puts a Policy in force' if isinstance(path, Policy) else ''
         raise TypeError(f'a policy file is named by a path, a str or os.PathLike[str], got {path!r}{hint}')
-    return found
+    return os.path.expanduser(found)
 
 
 @dataclass(frozen=True)

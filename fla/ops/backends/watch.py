@@ -59,7 +59,8 @@ class FileLayer(Protocol):
     def refuse_if_frozen(self, what: str) -> None: ...
     def read_policy_version(self, path: str) -> PolicyVersion: ...
     def try_policy(self, policy: Policy, source: str) -> None: ...
-    def set_file_policy(self, made: PolicyVersion) -> PolicyVersion: ...
+    def swap_file_policy(self, made: PolicyVersion) -> tuple[PolicyVersion, bool]: ...
+    def policy_changed(self) -> None: ...
     def policy_version(self) -> PolicyVersion | None: ...
 
 
@@ -272,11 +273,13 @@ class PolicyWatcher:
                 known = ', '.join(str(version.version) for version in self._history[:-1]) or 'none'
                 what = 'the version before' if to is None else f'version {to!r}'
                 raise WatchError(f'cannot roll back {self.path} to {what}: the earlier versions kept are {known}')
-            self._dispatcher.set_file_policy(past[-1])
+            _, is_other = self._dispatcher.swap_file_policy(past[-1])
             self._taken_back = self._content
             self._history = past
             self._tickets += 1
             self._done = self._tickets  # what is being read at this moment was asked for before
+        if is_other:
+            self._dispatcher.policy_changed()
         logs.logger.info('policy %s: back to version %d (%s)', self.path, past[-1].version, past[-1].sha256[:12])
         self._tell('rollback', past[-1], previous)
         return past[-1]
@@ -323,14 +326,16 @@ class PolicyWatcher:
         with self._turn:
             if ticket < self._done:
                 return None
-            now = self.current_version()
+            now, is_other = self.current_version(), False
             if now is not None and self._history and now == self._history[-1] and now.sha256 == made.sha256:
                 made = now  # read again, and still the same
             else:
-                made = self._dispatcher.set_file_policy(made)
+                made, is_other = self._dispatcher.swap_file_policy(made)
                 self._history = (*self._history, made)[-self._most :]
             self._done, self._seen, self._content = ticket, made.sha256, made.sha256
             self._in_error, self._taken_back, self._waits_for_thaw = None, '', False
+        if is_other:
+            self._dispatcher.policy_changed()
         logs.logger.info('policy %s: version %d (%s) in force', self.path, made.version, made.sha256[:12])
         return made
 

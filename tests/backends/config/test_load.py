@@ -256,6 +256,8 @@ LOCKED_OUT = [
     lambda op: Policy(order={f'{op}.f': 'a'}),
     lambda op: Policy(lock={op: ['a']}),
     lambda op: Policy(rules=[{'ops': op, 'use': 'a'}]),
+    lambda op: Policy(rules=[{'ops': f'{op}.*', 'use': 'a'}]),
+    lambda op: Policy(rules=[{'ops': f'{op[:-1]}[{op[-1]}].f', 'use': 'a'}]),
 ]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fla.ops.backends.backend import format_reason
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.explain import explain_entry
 from fla.ops.backends.policy import Policy
@@ -101,7 +102,11 @@ def diff_policy(
         except TypeError as error:
             found.append(PolicyChange(record.function, str(record), times, None, None, problem=str(error)))
             continue
-        if before.winner != after.winner:
+        blind = [c for c in (*before.candidates, *after.candidates) if c.verdict == 'bug']
+        if blind:  # most likely it looks at values, which a record has not
+            problem = f'{blind[0].name}: {format_reason(blind[0].reason)}'
+            found.append(PolicyChange(record.function, str(record), times, None, None, problem=problem))
+        elif before.winner != after.winner:
             sides = before.winner, after.winner, before.order, after.order
             found.append(PolicyChange(record.function, str(record), times, *sides))
     return found
