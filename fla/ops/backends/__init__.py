@@ -20,6 +20,7 @@ from fla.ops.backends import describe as _describe
 from fla.ops.backends.backend import BaseBackend, Reason, Verdict
 from fla.ops.backends.breaker import Breaker, BreakerEvent, BreakerListener, BreakerSettings, Health
 from fla.ops.backends.checkpoint import checkpoint_contexts
+from fla.ops.backends.conditions import ConditionError
 from fla.ops.backends.decorator import Dispatched, dispatch
 from fla.ops.backends.discovery import Plugin
 from fla.ops.backends.dispatcher import (
@@ -206,6 +207,7 @@ __all__ = [
     'BreakerSettings',
     'CallEvent',
     'CandidateReport',
+    'ConditionError',
     'Decision',
     'DispatchError',
     'Dispatched',

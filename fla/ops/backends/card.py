@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform as host
 import re
 import subprocess
@@ -15,12 +16,26 @@ from fla.utils.devices import devices_of
 _DRIVER_FILES = {'cuda': '/proc/driver/nvidia/version', 'rocm': '/sys/module/amdgpu/version'}
 
 
-def card(platform: str) -> str:
-    """Platform and name: 'cuda: NVIDIA H100 80GB HBM3', 'cpu: AMD EPYC 7B13'."""
+def card(platform: str, index: int | None = None) -> str:
+    """Platform and name: 'cuda: NVIDIA H100 80GB HBM3', 'cpu: AMD EPYC 7B13'.
+
+    Args:
+        index: which of several devices. Default: the current one.
+    """
     if platform == 'cpu':
         return f'cpu: {_processor()}'
     found = devices_of(platform)
-    return f'{platform}: {found[0].name}' if found else f'no {platform} device'
+    if index is None and len(found) > 1:
+        index = torch.cuda.current_device()  # only CUDA-like platforms list several
+    return f'{platform}: {found[index or 0].name}' if found else f'no {platform} device'
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of an installed distribution, None where there is none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def drivers(platform: str) -> dict[str, str | None]:

@@ -1,13 +1,13 @@
 """Freezing: plans without environment reads, and a manifest that says what was chosen.
 
-For serving and for caches of compiled code: after `freeze_dispatch()` no toggle, policy or registration changes what runs
-(each raises), and the manifest's sha256 can be part of a cache key or be required on another host or rank.
+For serving and for caches of compiled code: after `freeze_dispatch()` toggles are not looked at, and changing a policy or a
+registry raises; only a circuit breaker still keeps a backend out, under `on_error='fallback'`. The manifest's sha256 can be
+part of a cache key or be required on another host or rank.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform as python_platform
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fla.ops.backends.backend import format_reason
+from fla.ops.backends.card import version_of
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.errors import ManifestMismatchError
 from fla.ops.backends.layers import Frozen
@@ -54,13 +55,6 @@ def _portable(text: str, owner: Dispatcher, layers: Iterable[Layer]) -> str:
     for word in sorted(filter(None, words), key=len, reverse=True):
         text = text.replace(word, words[word])
     return text
-
-
-def version_of(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def manifest(dispatcher: Dispatcher | None = None, *, platforms: tuple[str, ...] = ()) -> Manifest:

@@ -73,6 +73,7 @@ class Layers(Names):
         # the environment's file: as it was last read, and what of it was last put in force
         self._config_draft: Draft | None = None
         self._config_version: PolicyVersion | None = None
+        self._config_error: str | None = None
         self._measured: Layer | None = None
         self._env_layers: tuple[Layer, ...] | None = None
         self._env_checked = False
@@ -90,7 +91,7 @@ class Layers(Names):
         self.virtual.layers = ()
         self._code, self._env_layers = None, None
         self._file, self._file_versions, self._measured = None, 0, None
-        self._config_draft = self._config_version = None
+        self._config_draft = self._config_version = self._config_error = None
 
     # -- what is in force -----------------------------------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ class Layers(Names):
 
     def _read_environment(self) -> None:
         layers = self.environment.layers()
-        self._config_draft = None
+        self._config_draft = self._config_error = None
         path = self._config_path()
         file = self._read_config(path) if path else None
         with lock:
@@ -148,8 +149,8 @@ class Layers(Names):
         return []
 
     def _read_config(self, path: str) -> PolicyVersion | None:
-        """The file that the environment names. One that cannot be used is an error in the log, and raises if strict; its
-        names are looked up with those of the other variables, when plugins are loaded."""
+        """The file that the environment names. One that cannot be used is an error in the log; if strict, every call raises
+        it. Its names are looked up with those of the other variables, when plugins are loaded."""
         from fla.ops.backends.config import load
 
         try:
@@ -159,9 +160,9 @@ class Layers(Names):
             known = self._config_version
             now = 'left out' if known is None else f'left out, {known.source} as it was read before is in force still'
             text = f'{self.environment.name("DISPATCH_CONFIG")}={path!r} is {now}: {error}'
-            if self.environment.boolean('STRICT'):
-                raise DispatchError(text) from error
-            logs.once(('policy file', text), logging.ERROR, '%s', text)
+            self._config_error = text
+            if not self.environment.boolean('STRICT'):  # else the next call raises it
+                logs.once(('policy file', text), logging.ERROR, '%s', text)
             return None
 
     def _compose(self) -> State:
@@ -417,7 +418,13 @@ class Layers(Names):
                 raise
 
     def check_environment(self) -> None:
-        """Warn of names in the environment that nobody knows. Run after the first plan, when plugins are loaded."""
+        """Warn of names in the environment that nobody knows. Run after the first plan, when plugins are loaded.
+
+        Raises:
+            DispatchError: if strict, for these and for a policy file that cannot be used.
+        """
+        if self._config_error is not None and self.is_strict():
+            raise DispatchError(self._config_error)
         for layer in self._env_layers or ():
             for name, tokens in layer.policy.order:
                 try:

@@ -17,12 +17,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fla.ops.backends import logs
-from fla.ops.backends.card import card, drivers
+from fla.ops.backends.card import card, drivers, version_of
 from fla.ops.backends.describe import entry_of
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.explain import describe_argument, explain_entry
-from fla.ops.backends.freeze import version_of
-from fla.ops.backends.measurements import Measured, MeasurementError, Measurements, Timing, choose, chosen, read
+from fla.ops.backends.measurements import Choice, Measured, MeasurementError, Measurements, Timing, choose, chosen, read
 from fla.ops.backends.policy import Policy, Rule
 from fla.ops.backends.precedence import Layer
 from fla.ops.backends.ranks import Ranks
@@ -153,7 +152,7 @@ def _policy(owner: Dispatcher, made: Measurements, source: str) -> Policy:
     for key, measured in made.functions.items():
         entry = owner.entry(key)
         for choice in measured.choices:
-            rule = Rule((key,), choice.use, choice.when, place=f'{source} ({_summary(measured)})')
+            rule = Rule((key,), choice.use, choice.when, place=f'{source} ({_summary(measured, choice)})')
             owner.check_tokens(rule.use, key)
             problems = rule.condition.problems(entry.signature) if rule.condition else []
             if problems:
@@ -162,14 +161,15 @@ def _policy(owner: Dispatcher, made: Measurements, source: str) -> Policy:
     return Policy(rules=tuple(rules))
 
 
-def _summary(measured: Measured) -> str:
-    """The timings in a few words, for `explain`."""
+def _summary(measured: Measured, choice: Choice) -> str:
+    """The timings in a few words, for `explain`: those that speak for a choice, of an edited one any."""
+    own = [timing for timing in measured.timings if timing.order[:1] == choice.use[:1]] or measured.timings
     lines = []
-    for timing in measured.timings[:4]:
+    for timing in own[:4]:
         first = next(iter(timing.call.values()), '')
         times = ', '.join(f'{name} {_words(timing.milliseconds[name])}' for name in timing.milliseconds)
         lines.append(f'{first}: {times}')
-    return '; '.join(lines) + ('; …' if len(measured.timings) > 4 else '') if lines else 'edited'
+    return '; '.join(lines) + ('; …' if len(own) > 4 else '') if lines else 'edited'
 
 
 def _words(milliseconds: float | None) -> str:
@@ -195,7 +195,8 @@ def _measure(
     timings: dict[str, list[Timing]] = {}
     told: dict[str, list[dict[str, Any]]] = {}
     standing: dict[str, list[tuple[str, ...]]] = {}
-    platforms: set[str] = set()
+    cards: set[str] = set()
+    platform = 'cpu'
     packages: set[str] = set()
     for call in _shown(calls) if progress else calls:
         entry = entry_of(call.func)
@@ -215,7 +216,8 @@ def _measure(
         device = next((x.device for x in bound.arguments.values() if isinstance(x, torch.Tensor)), torch.device('cpu'))
         if device.type == 'meta':
             raise MeasurementError(f'{entry.key}: meta tensors hold nothing, so that there is nothing to measure')
-        platforms.add(platform_of_type(device.type))
+        platform = platform_of_type(device.type)
+        cards.add(card(platform, device.index))
         times = {name: _time(entry, name, bound, device, warmup, repeats) for name in serious}
         shown = {n: describe_argument(v) for n, v in bound.arguments.items() if isinstance(v, torch.Tensor)}
         timing = Timing(shown, dict(sorted(times.items(), key=lambda item: (item[1] is None, item[1]))))
@@ -224,9 +226,8 @@ def _measure(
         timings.setdefault(entry.key, []).append(timing)
         told.setdefault(entry.key, []).append(_features(entry.signature, bound.arguments))
         standing.setdefault(entry.key, []).append(tuple(serious))
-    if len(platforms) > 1:
-        raise MeasurementError(f'one file is for one card, the calls are on {", ".join(map(card, sorted(platforms)))}')
-    (platform,) = platforms
+    if len(cards) > 1:
+        raise MeasurementError(f'one file is for one card, the calls are on {", ".join(sorted(cards))}')
     functions = {}
     for key, of in timings.items():
         points = _joined(told[key], of, standing[key], margin)
@@ -234,7 +235,7 @@ def _measure(
         optional = [name for name in signature.tensors if signature.annotated and signature.is_optional_tensor(name)]
         functions[key] = Measured(choose(points, optional) if points else (), tuple(of))
     names = ['torch', 'triton', 'fla-dispatch', *drivers(platform), *sorted(packages)]
-    return Measurements(card(platform), _versions(names, platform), functions)
+    return Measurements(cards.pop(), _versions(names, platform), functions)
 
 
 def _joined(

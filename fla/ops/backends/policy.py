@@ -169,7 +169,7 @@ class Policy:
         on_error: 'raise', or 'fallback' to try the next candidate after a failure that its backend declares retryable.
         breaker: when a backend that keeps failing is left alone: `BreakerSettings`, or a mapping of its fields.
         rules: orders for the calls that a condition holds for, as `Rule`s or mappings of their fields.
-        lock: as `order`, and no layer above may give the function another order, except `use_backend` and `bind`.
+        lock: as `order`, and no layer above may give another one, except by `use_backend` and `bind(backend=…)`.
         boost: glob over functions → {backend, kind, …: number added to its priority}. Boosts of all layers add up.
         places: field, or field and key ('order.kda') → file and line, for people.
     """

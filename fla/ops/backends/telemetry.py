@@ -69,7 +69,7 @@ Observer = Callable[[CallEvent], None]
 
 
 @dataclass
-class Timing:
+class Histogram:
     """Durations of one (function, backend, clock): how many, their sum, smallest and largest, and per bucket."""
 
     count: int = 0
@@ -104,7 +104,7 @@ class Telemetry:
         self.dropped = 0
         self._most_pending = pending
         self._calls: dict[tuple[str, str, str], int] = {}
-        self._timings: dict[tuple[str, str, str], Timing] = {}
+        self._timings: dict[tuple[str, str, str], Histogram] = {}
         self._pending: deque[tuple[str, str, Any, Any]] = deque()
 
     def __enter__(self) -> Telemetry:
@@ -157,10 +157,10 @@ class Telemetry:
             else:
                 self.dropped += 1
 
-    def _timing(self, function: str, backend: str, clock: str) -> Timing:
+    def _timing(self, function: str, backend: str, clock: str) -> Histogram:
         found = self._timings.get((function, backend, clock))
         if found is None:
-            found = self._timings[function, backend, clock] = Timing()
+            found = self._timings[function, backend, clock] = Histogram()
         return found
 
     # -- for people ---------------------------------------------------------------------------------------------------

@@ -111,12 +111,11 @@ def trace(limit: int = 100_000, dispatcher: Dispatcher | None = None) -> Trace:
 
 
 def _running(dispatcher: Dispatcher | None) -> Trace:
-    traces = owner_of(dispatcher).traces
-    if not traces:
-        raise DispatchError(
-            'nothing is recorded: use `with trace() as t:`, or set FLA_DISPATCH_TRACE=1 before the first call'
-        )
-    return traces[-1]
+    owner = owner_of(dispatcher)
+    if not owner.traces:
+        variable = owner.environment.name('DISPATCH_TRACE')
+        raise DispatchError(f'nothing is recorded: use `with trace() as t:`, or set {variable}=1 before the first call')
+    return owner.traces[-1]
 
 
 def last_backend(function: str, dispatcher: Dispatcher | None = None) -> str:

@@ -1,2 +1,3 @@
-"""The policy file: `schema` says what may stand in it, `load` reads one, `names` compares it with what there is, `diff` says
-what another one would change. pydantic and yaml are imported when a file is read, and never by `import fla`."""
+"""The policy file: `text` reads YAML and knows the lines, `schema` says what may stand in a file, `load` makes a policy of
+one, `names` compares it with what there is, `trial` says whom it would leave without a backend, `diff` what it would change.
+pydantic and yaml are imported when a file is read, and never by `import fla`."""

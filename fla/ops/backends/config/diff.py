@@ -13,6 +13,7 @@ import torch
 
 from fla.ops.backends.backend import format_reason
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
+from fla.ops.backends.errors import UnknownNameError, error_text
 from fla.ops.backends.explain import explain_entry
 from fla.ops.backends.policy import Policy
 from fla.ops.backends.precedence import State
@@ -99,8 +100,10 @@ def diff_policy(
             continue
         try:
             before, after = (_decide(owner, record, state) for state in states)
-        except TypeError as error:
-            found.append(PolicyChange(record.function, str(record), times, None, None, problem=str(error)))
+        except UnknownNameError:
+            raise
+        except Exception as error:  # a check that looks at values, which a record has not; a call that was a bad one
+            found.append(PolicyChange(record.function, str(record), times, None, None, problem=error_text(error)))
             continue
         blind = [c for c in (*before.candidates, *after.candidates) if c.verdict == 'bug']
         if blind:  # most likely it looks at values, which a record has not
