@@ -1,5 +1,6 @@
 """Circuit breakers: when they open and close, who may probe, and what leaves them alone. No test waits for a real clock."""
 
+import _thread
 import itertools
 import json
 import logging
@@ -30,6 +31,7 @@ from fla.ops.backends import (
     reset_policy,
     set_policy,
     thaw_dispatch,
+    trace,
     use_backend,
 )
 from fla.ops.backends.locking import lock
@@ -132,6 +134,45 @@ def test_a_call_that_began_before_it_opened_says_nothing_of_an_open_one(clock):
         known = health()[f'{toy.op}.f', 'a']
         assert (known.state, known.failures) == ('open', 5)
         assert '5 failures in a row' in str(explain(toy.f, Q, Q))
+
+
+def test_what_raises_on_the_way_to_a_probe_ends_it(toy, clock, monkeypatch):
+    fail(toy)
+    clock.now += COOLDOWN
+    monkeypatch.setattr(sys.modules['fla.ops.backends.trace'], 'record_of', lambda *_: 1 / 0)
+    with trace(), pytest.raises(ZeroDivisionError):
+        toy.ran()
+    assert state(toy) == 'open'
+    toy.fails = None
+    assert toy.ran() == 'a'
+
+
+def test_a_probe_of_a_thread_that_python_did_not_start_is_gone_after_a_fork(toy, clock):
+    fail(toy)
+    clock.now += COOLDOWN
+    toy.fails = None
+    began, ends = threading.Event(), threading.Event()
+    probing = breaker(toy.f, 'a')
+
+    def probe():
+        assert probing.admit() > 0
+        began.set()
+        ends.wait(20)
+
+    _thread.start_new_thread(probe, ())
+    assert began.wait(20)
+    assert state(toy) == 'half_open'
+    assert toy.ran() == 'b'  # it lives
+    assert in_child(toy.ran) == 'a'
+    ends.set()
+
+
+def test_a_listener_that_exits_ends_no_call(toy, caplog):
+    end = add_breaker_listener(lambda event: sys.exit(3))
+    fail(toy)
+    end()
+    assert state(toy) == 'open'
+    assert 'breaker listener' in caplog.text
 
 
 def test_a_probe_that_fails_begins_the_cooldown_again(toy, clock):

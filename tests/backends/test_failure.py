@@ -15,12 +15,12 @@ import torch
 from fla.ops.backends import (
     BackendRegistry,
     BaseBackend,
+    Dispatcher,
     DispatchError,
     NoBackendError,
     Policy,
     RegistrationError,
     breaker,
-    default_dispatcher,
     dispatch,
     explain,
     health,
@@ -638,6 +638,8 @@ def test_a_scope_entered_in_a_compiled_region_holds_after_a_graph_break():
             return eager(q) + 10
 
     assert torch.compile(region_with_disabled, backend='eager')(Q)[0, 0] == 12
+    with pytest.raises(Broken):  # what comes after a break is compiled again, and compiled code never falls back
+        torch.compile(region, backend='eager')(Q)
 
 
 def test_bound_functions_follow_and_forced_ones_have_nowhere_to_go():
@@ -749,8 +751,39 @@ def test_explain_shows_no_failure_before_it_happens():
         assert '1 failure' in ' '.join(explain(toy.f, Q, Q)['a'].notes)
 
 
-def test_the_environment_of_the_dispatcher_reads_it(library):
-    assert default_dispatcher().environment.name('ON_ERROR') == 'FLA_ON_ERROR'
+def test_another_namespace_reads_its_own_variable(monkeypatch):
+    mine = Dispatcher('failing.ops', 'FAILING')
+    toy, other = failing_toy(dispatcher=mine), failing_toy()
+    monkeypatch.setenv('FAILING_ON_ERROR', 'fallback')
+    assert toy.ran() == 'b'
+    with pytest.raises(Broken):
+        other.ran()
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise RuntimeError('no words')
+
+
+def test_an_exception_that_cannot_say_what_it_is_moves_on_like_any_other(caplog):
+    toy = Toy()
+    toy.add('a', f=raising(Speechless), retryable=(Speechless,))
+    toy.add('b')
+    with on_error('fallback'):
+        assert toy.ran() == 'b'
+    assert breaker(toy.f, 'a').health.last_error == 'Speechless'
+    with pytest.raises(Speechless):
+        toy.ran()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason='exception groups are new in Python 3.11')
+def test_a_group_that_holds_an_error_of_the_device_is_one():
+    toy = Toy()
+    group = ExceptionGroup('several', [OSError('a file'), ExceptionGroup('more', [torch.OutOfMemoryError('no room')])])  # noqa: F821
+    toy.add('a', f=raising(lambda *_: group), retryable=(Exception,))
+    toy.add('b')
+    with on_error('fallback'), pytest.raises(ExceptionGroup):  # noqa: F821
+        toy.ran()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason='notes are new in Python 3.11')
