@@ -125,7 +125,8 @@ class Notes(Actions):
         return note
 
     def unanswerable(self, case: Conditional) -> Callable[[], None]:
-        text = f'{unanswerable_text(case, self.entry.key)} and does not hold. Exclude it first: "x is not None and …"'
+        advice = 'Exclude such calls first, as "x is not None and" does'
+        text = f'{unanswerable_text(case, self.entry.key)} and does not hold. {advice}'
 
         def say() -> None:
             logs.warn_once(('unanswerable', text), '%s', text)

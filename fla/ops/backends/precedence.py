@@ -215,11 +215,19 @@ def overruled(
         return None
     at = layers.index(speakers[0])
     if speakers[0].policy.locked(operation, function)[1] is not None:
-        named = [layer for layer in layers[:at] if layer.policy.op or layer.policy.listed(operation, function)]
-        hidden = [layer for layer in named if _order_of(layer, operation, function, serves)]
+        hidden = [layer for layer in layers[:at] if _orders_by_name(layer.policy, operation, function)]
     else:
         hidden = [layer for layer in layers[at + 1 :] if layer.policy.listed(operation, function) is not None]
     return (speakers[0], hidden[0]) if hidden else None
+
+
+def _orders_by_name(policy: Policy, operation: str, function: str) -> bool:
+    """Whether a policy orders this function among few, rather than all there are."""
+    globs = [glob for rule in policy.rules for glob in rule.ops if glob != '*' and covers(glob, operation, function)]
+    exclusive = policy.listed(operation, function), policy.locked(operation, function)[1]
+    if globs or policy.use or exclusive != (None, None):
+        return True
+    return policy.op is not None and bool(policy.prefer or policy.rules)
 
 
 def refuse_if_locked(policy: Policy, below: Sequence[Layer], *, of_call: bool) -> None:

@@ -179,6 +179,7 @@ def test_what_is_no_path(path):
         ('prefer: [""]', 1, 'prefer'),
         ('deny: a\ndeny: b', 2, 'stands here twice'),
         ('breaker: {cooldown: 190:20:30}', 1, 'to the base of 60'),
+        ('order: {TOY: a}\nlock:\n  TOY: b', 3, 'order has'),
         ('prefer: &x [a]\ndeny: *x', 2, 'aliases'),
         ('prefer: [a', 1, 'not YAML'),
         ('- a', 1, 'the file'),
@@ -311,15 +312,17 @@ def test_a_lock_that_comes_later_holds(write, toy, make):
 
 
 def test_a_lock_says_nothing_of_what_speaks_of_all_functions(write, toy, caplog):
-    load_policy(write('lock: {TOY: [c]}\norder: {TOY: [default]}\n'))
+    load_policy(write('lock: {TOY: [c]}\norder: {TOY.f: [default]}\n'))
     set_policy(Policy(prefer='a'))
     with caplog.at_level(logging.WARNING, logger='fla'):
         assert toy.ran() == 'c'
     assert 'replaces' not in caplog.text  # nobody named the function
 
 
-def test_a_lock_that_silences_an_order_of_the_function_by_its_name_says_so(write, toy, caplog):
-    set_policy(Policy(prefer='a', op=toy.op))
+@pytest.mark.parametrize('make', [*LOCKED_OUT, lambda op: Policy(use='a', op=op), lambda op: Policy(use='a')])
+def test_a_lock_that_silences_an_order_of_the_function_by_its_name_says_so(write, toy, caplog, make):
+    set_policy(make(toy.op))
+    assert toy.ran() == 'a'
     path = write('lock: {TOY: [c]}\n')
     load_policy(path)
     with caplog.at_level(logging.WARNING, logger='fla'):

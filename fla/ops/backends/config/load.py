@@ -110,7 +110,7 @@ def _policy(source: str, reading: Reading, errors: Errors) -> Policy | None:
         said = [one for one in error.errors() if one['loc'] and one['input'] is not UNREAD]
         errors |= {(reading.line(one['loc']), message(one)) for one in said}
     rules = _rules(source, reading, errors)
-    errors |= _boosted_twice(reading) | _nothing_said(reading)
+    errors |= _boosted_twice(reading) | _ordered_twice(reading) | _nothing_said(reading)
     if len(errors) > before:
         return None
     places = {'.'.join(map(str, place)): line for place, line in reading.lines.items() if 0 < len(place) <= 2}
@@ -143,6 +143,17 @@ def _rules(source: str, reading: Reading, errors: Errors) -> tuple[Rule, ...]:
         except (TypeError, ConditionError):
             continue  # the schema has said so
     return tuple(found)
+
+
+def _ordered_twice(reading: Reading) -> Errors:
+    """Names that stand under `order` and under `lock`, of which only the lock would count."""
+    ordered = {key.strip() for key, _ in names.entries(names.field(reading.data, 'order'))}
+    locked = [key for key, _ in names.entries(names.field(reading.data, 'lock'))]
+    return {
+        (reading.line(('lock', key)), f'lock.{key}: order has {key.strip()!r}, too; a lock is an order, so leave one out')
+        for key in locked
+        if key.strip() in ordered
+    }
 
 
 def _boosted_twice(reading: Reading) -> Errors:
