@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import pickle
+import threading
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from fla.ops.backends import (
     is_frozen,
     last_backend,
     manifest,
+    policy_context,
     prefer_backend,
     refresh,
     require_manifest,
@@ -618,3 +620,52 @@ def test_frozen_attributes_that_plans_read_cannot_be_set():
     thaw_dispatch()
     late.priority = 1
     assert toy.ran() == 'b'
+
+
+def test_a_manifest_names_no_place_with_a_space(tmp_path):
+    toy = Toy()
+    toy.add('a')
+    found = []
+    for folder in ('one place', 'another'):
+        file = tmp_path / folder / 'scopes.py'
+        file.parent.mkdir()
+        text = "with policy_context(Policy(deny='a', prefer='default')):\n    found.append(manifest())\n"
+        file.write_text(text)
+        exec(compile(text, str(file), 'exec'), {**globals(), 'found': found})
+    assert found[0] == found[1]
+    assert 'place' not in str(found[0]['policy'])
+
+
+@pytest.mark.parametrize('platform', ['npu', 'xpu', 'cuda', 'rocm', 'cpu'])
+def test_conditions_on_the_device_hold_for_the_one_that_is_asked_about(platform):
+    toy = Toy()
+    toy.add('a')
+    kind = 'cuda' if platform == 'rocm' else platform
+    other = 'cuda' if kind == 'npu' else 'npu'
+    for when, winner in ((f"q.device.type == '{kind}'", 'default'), (f"q.device.type == '{other}'", 'a')):
+        with policy_context(Policy(rules=[{'ops': toy.op, 'use': 'default', 'when': when}])):
+            assert explain(toy.f, Q, Q, platform=platform).winner == winner
+
+
+def test_a_trace_is_asked_while_calls_go_on():
+    toy = Toy()
+    stop = threading.Event()
+
+    def call():
+        while not stop.is_set():
+            toy.ran()
+
+    with trace(limit=1000) as t:
+        threads = [threading.Thread(target=call) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(50):
+                with pytest.raises(LookupError, match='no call of'):
+                    t.last_backend('no_such')
+                t.to_json()
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+    assert t.last_backend(toy.op) == 'default'

@@ -471,6 +471,37 @@ def test_a_failure_while_measuring_is_no_failure_of_a_call():
         assert toy.ran() == 'b'
 
 
+def test_a_binding_is_not_measured(two):
+    for bound in (two.f.bind('short'), two.f.bind(prefer='long')):
+        with pytest.raises(ValueError, match='calls has a binding of'):
+            measure([functools.partial(bound, SHORT, SHORT)], progress=False)
+
+
+def test_a_grid_of_many_sizes():
+    sizes = [2**n for n in range(34)]
+    grid = [({'q.shape[0]': a, 'q.shape[1]': b}, ('a',) if a < b else ('b',)) for a in sizes for b in sizes]
+    holding = {}
+    for choice in choose(grid):
+        for a, b in ((1, 2), (2**33, 2**32), (2**7, 2**9)):
+            if eval(choice.when.replace('q.shape[0]', str(a)).replace('q.shape[1]', str(b))):
+                holding[a, b] = choice.use
+    assert holding == {(1, 2): ('a',), (2**33, 2**32): ('b',), (2**7, 2**9): ('a',)}
+
+
+def test_explain_shows_the_timings_of_its_own_rule(monkeypatch):
+    toy = Toy()
+    for name in ('a', 'b'):
+        toy.add(name)
+    set_policy(Policy(deny=('default',)))
+    calls = [functools.partial(toy.f, torch.zeros(2**n, 2), torch.zeros(2**n, 2)) for n in range(8)]
+    times = {'a': iter([1.0] * 6 + [9.0] * 2), 'b': iter([5.0] * 8)}
+    monkeypatch.setattr(measuring, '_time', lambda entry, name, *_: next(times[name]))
+    measure(calls, progress=False)
+    small, large = (str(explain(toy.f, *call.args)) for call in (calls[0], calls[-1]))
+    assert 'float32[1, 2]' in small
+    assert 'float32[128, 2] on cpu: b 5 ms, a 9 ms' in large
+
+
 def test_an_open_circuit_keeps_nobody_out(two):
     breaker(two.f, 'long').force_open()
     with on_error('fallback'):
@@ -563,7 +594,7 @@ def test_progress_is_shown(two, capsys, monkeypatch, rich):
 
 
 SCRIPT = """
-    import functools, sys, time
+    import functools, os, sys, time
     import torch, torch.distributed as dist
     from fla.ops.backends import FrozenError, Policy, UnknownNameError, freeze_dispatch, set_policy, thaw_dispatch
     from fla.ops.backends.measuring import measure
@@ -630,13 +661,14 @@ SCRIPT = """
         toy.add('only0', f=slow_on(1, 1))
     set_policy(Policy(deny=('default', 'a', 'b')) if rank == 0 else Policy())
     try:
-        measure([call], group=dist.group.WORLD, warmup=1, repeats=3, progress=False)
+        measure([call], group=dist.group.WORLD, path=f'{path}refused', warmup=1, repeats=3, progress=False)
     except UnknownNameError:
         assert rank == 1
     except MeasurementError as error:
         assert rank == 0 and 'rank 1 could not use what was measured' in str(error), error
     else:
         raise AssertionError
+    assert not os.path.exists(f'{path}refused'), 'nothing has changed, on no rank'
     set_policy(Policy())
     assert toy.ran() == 'b'  # as was measured first
     dist.barrier()

@@ -70,7 +70,13 @@ class Actions:
 
 
 class Call(Generator):
-    """The code of a call. With `ranges`, every implementation runs inside a profiler range."""
+    """The code of a call.
+
+    Attributes:
+        key: 'operation.function', for errors.
+        label: the same for profilers. With `ranges`, every implementation runs inside a range of theirs.
+        virtual: scopes entered in a compiled region are looked at.
+    """
 
     def __init__(
         self,
@@ -78,13 +84,15 @@ class Call(Generator):
         plan: Plan,
         serial: str,
         actions: Actions,
-        label: str,
         *,
+        key: str,
+        label: str,
         ranges: bool = False,
         virtual: bool = True,
     ) -> None:
         super().__init__(signature, plan, serial)
-        self.actions, self.label, self.ranges, self.virtual = actions, label, ranges, virtual
+        self.actions, self.key, self.label = actions, key, label
+        self.ranges, self.virtual = ranges, virtual
         self.keeps_answer = actions.shows_reasons
         self.asked: tuple[Candidate, ...] = ()
 
@@ -189,7 +197,7 @@ class Call(Generator):
 
     def unanswerable(self, case: Case, number: int) -> None:
         if self.plan.policy.strict:
-            self.w.line(f'raise _d_Bug({unanswerable_text(case.conditional, self.label)!r}) from _d_error')
+            self.w.line(f'raise _d_Bug({unanswerable_text(case.conditional, self.key)!r}) from _d_error')
             return
         name = f'_d_unanswerable{self.serial}_{self.place}'
         self._without_arguments(name, self.actions.unanswerable(case.conditional))
@@ -239,14 +247,14 @@ class Call(Generator):
 
     def bug(self, c: Candidate, tag: str, method: str) -> None:
         if self.plan.policy.strict:
-            self.w.line(f'raise _d_Bug({bug_text(c, self.label, method)!r}) from _d_error')
+            self.w.line(f'raise _d_Bug({bug_text(c, self.key, method)!r}) from _d_error')
             return
         self._without_arguments(f'_d_bug{tag}_{method}', self.actions.bug(c, method))
         self._passed_over(c, tag)
 
     def bad_return(self, c: Candidate, tag: str, method: str) -> None:
         if self.plan.policy.strict:
-            self.w.line(f'raise _d_Bug({bad_text(c, self.label, method)!r})')
+            self.w.line(f'raise _d_Bug({bad_text(c, self.key, method)!r})')
             return
         self._without_arguments(f'_d_bad{tag}_{method}', self.actions.bad_return(c, method))
         self._passed_over(c, tag)
@@ -260,9 +268,7 @@ class Call(Generator):
         self.run(c, tag)
 
     def nothing(self) -> None:
-        message = (
-            f'{self.label}: no backend accepts this call; run it outside torch.compile, or explain() it, for the reasons'
-        )
+        message = f'{self.key}: no backend accepts this call; run it outside torch.compile, or explain() it, for the reasons'
         self.w.line(f'if _d_dyn(): raise _d_NoBackend({message!r})')
         if self.plan.policy.falls_back:
             exhausted = self.w.bind(f'_d_exhausted{self.serial}', self.actions.exhausted())

@@ -349,7 +349,7 @@ class _Emitter:
             return f'({", ".join(map(self.operand, node.elts))},)'
         name, attribute = _attribute(node)
         if attribute == 'device.type' and self.device_type is not None:
-            return f'({self.bind("tensor", tensor)}({name}) and {self.device_type!r})'
+            return f'({self.bind("tensor", tensor)}({name}), {self.device_type!r})[1]'
         if not self.traced or name is None:
             return ast.unparse(node)
         if isinstance(node, ast.Subscript):

@@ -163,7 +163,7 @@ class Entry:
     def _generate(self, plan: Plan, *, virtual: bool) -> Kept:
         serial = self.serial()
         notes = Notes(self)
-        generator = Call(self.signature, plan, serial, notes, self.label, virtual=virtual)
+        generator = Call(self.signature, plan, serial, notes, key=self.key, label=self.label, virtual=virtual)
         source = source_of(generator, self.name, check_source(self, plan.policy))
         self._namespace.update(generator.w.bindings)
         ranged = f'_d_ranged{serial}'
@@ -176,7 +176,9 @@ class Entry:
     def _ranged(self, plan: Plan, name: str, *args: Any, **kwargs: Any) -> Any:
         """First call while a profiler is active: make the variant of the plan that opens a range."""
         serial = self.serial()
-        generator = Call(self.signature, plan, serial, Notes(self), self.label, ranges=True, virtual=False)
+        generator = Call(
+            self.signature, plan, serial, Notes(self), key=self.key, label=self.label, ranges=True, virtual=False
+        )
         source = source_of(generator, self.name, check_source(self, plan.policy))
         self._namespace.update(generator.w.bindings)
         function = compile_source(self, source, f'ranges {serial}')

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fla.ops.backends.versions import read_regular
+
 # How often the directories themselves are looked at: a removed and remade one has to be watched anew.
 LOOK_AGAIN_SECONDS = 1.0
 # A file that never rests is read all the same after this many debounces.
@@ -111,7 +113,7 @@ def import_watchfiles() -> Any:
 def state_of(path: str) -> str:
     """The content's hash, or why it cannot be read."""
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        return hashlib.sha256(read_regular(path)).hexdigest()
     except OSError as error:
         return f'{type(error).__name__} {error.errno}'
 

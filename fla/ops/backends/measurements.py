@@ -84,8 +84,11 @@ class Measurements:
         """Write the file; whoever reads it meanwhile sees the old one or the new one."""
         target = Path(path)
         draft = target.with_name(f'{target.name}.{os.getpid()}')
-        draft.write_text(json.dumps(self.to_dict(), indent=1) + '\n', encoding='utf-8')
-        os.replace(draft, target)
+        try:
+            draft.write_text(json.dumps(self.to_dict(), indent=1) + '\n', encoding='utf-8')
+            os.replace(draft, target)
+        except OSError as error:  # of the file that was asked for
+            raise type(error)(error.errno, error.strerror, str(target)) from None
 
     def other_versions(self, here: Mapping[str, str | None]) -> list[str]:
         """What is another version here than where it was measured."""

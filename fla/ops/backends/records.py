@@ -32,7 +32,7 @@ class Record:
         strides: parameter → strides in elements, of the tensors that are not contiguous.
         requires_grad: the tensors that do.
         grad_mode: whether gradients were enabled.
-        lost: the arguments that are of no such kind and not at their default, nested and sparse tensors among them.
+        lost: the arguments of no such kind that are not at their default, nested, sparse and quantised tensors among them.
     """
 
     function: str
@@ -117,8 +117,10 @@ def record_of(entry: Entry, backend: str, arguments: Mapping[str, Any] | None) -
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """None for a tensor that its shape and strides do not describe: nested, sparse, or of symbolic sizes."""
-    if tensor.is_nested or tensor.layout is not torch.strided:
+    """None for a tensor that its shape and strides do not describe: nested, sparse, quantised, of symbolic sizes, or a view
+    that is yet to be conjugated or negated."""
+    is_other = tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized
+    if is_other or tensor.is_conj() or tensor.is_neg():
         return None
     numbers = (*tensor.shape, *tensor.stride())
     return tuple(tensor.shape) if all(type(number) is int for number in numbers) else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,19 @@ def checked_path(path: object) -> str:
         hint = '; set_policy() puts a Policy in force' if isinstance(path, Policy) else ''
         raise TypeError(f'a policy file is named by a path, a str or os.PathLike[str], got {path!r}{hint}')
     return os.path.expanduser(found)
+
+
+def read_regular(path: str) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        OSError: if it cannot be read, or is a pipe or a device, which might never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, 'O_NONBLOCK', 0) | getattr(os, 'O_BINARY', 0))
+    with open(descriptor, 'rb') as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, 'a policy file is a regular file, this is not', path)
+        return file.read()
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,25 @@ def test_tensors_that_no_shape_describes_are_named(tmp_path):
         toy.f(SHORT, sparse)
     (change,) = diff_policy(None, None, calls.to_json())
     assert change.problem == 'the record has no value of k'
+    quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    for view in (torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj().imag, quantised):
+        with trace() as calls:
+            toy.f(SHORT, view)
+        (change,) = diff_policy(None, None, calls.to_json())
+        assert change.problem == 'the record has no value of k'
+
+
+def test_a_check_or_verifier_that_looks_at_values_cannot_be_judged():
+    toy = Toy()
+    toy.add('a', accepts=lambda self, q: (bool(q.sum() >= 0), 'negative'))
+    checked = Toy(check=lambda q: q.sum().item())
+    checked.add('a')
+    with trace() as calls:
+        assert (toy.ran(), checked.ran()) == ('a', 'a')
+    first, second = diff_policy(None, Policy(deny='a'), calls)
+    assert (first.function, second.function) == (f'{toy.op}.f', f'{checked.op}.f')
+    assert 'a: ' in first.problem
+    assert 'DataDependent' in second.problem
 
 
 def test_a_trace_knows_its_namespace():

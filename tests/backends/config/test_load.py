@@ -2,14 +2,17 @@
 
 import json
 import logging
+import pickle
 import textwrap
 
 import pytest
 import torch
 
 from fla.ops.backends import (
+    BackendBugError,
     DispatchError,
     FrozenError,
+    NoBackendError,
     Policy,
     PolicyFileError,
     UnknownNameError,
@@ -29,6 +32,7 @@ from fla.ops.backends import (
     thaw_dispatch,
     unload_policy,
     use_backend,
+    watch_policy,
 )
 from tests.backends.toy import Toy
 
@@ -88,11 +92,30 @@ def test_keys_that_order_and_filter(write, toy, text, ran):
     assert toy.ran() == 'a'
 
 
-@pytest.mark.parametrize('key', ['strict', 'require_first', 'check_values'])
-def test_flags(write, toy, key):
-    load_policy(write(f'{key}: true'))
-    entry = toy.f.__fla_entry__
-    assert getattr(entry.policy(entry.state()), key) is True
+def test_strict(write, toy):
+    toy.add('broken', priority=0, accepts=lambda self: 1 / 0)
+    assert toy.ran() == 'a'
+    load_policy(write('strict: true'))
+    with pytest.raises(BackendBugError, match='broken'):
+        toy.ran()
+
+
+def test_require_first(write, toy):
+    toy.add('picky', priority=0, accepts=lambda self, flag: (flag, 'no flag'))
+    assert toy.ran() == 'a'
+    load_policy(write('require_first: true'))
+    assert toy.ran(SHORT, SHORT, flag=True) == 'picky'
+    with pytest.raises(NoBackendError, match='require_first'):
+        toy.ran()
+
+
+def test_check_values(write):
+    seen = []
+    toy = Toy(check=lambda q, check_values: seen.append(check_values))
+    for text in ('prefer: default', 'check_values: true', 'check_values: false'):
+        load_policy(write(text))
+        assert toy.ran() == 'default'
+    assert seen == [False, True, False]
 
 
 def test_failures_of_a_backend_are_handled_as_the_file_says(write):
@@ -328,6 +351,54 @@ def test_a_lock_that_silences_an_order_of_the_function_by_its_name_says_so(write
     with caplog.at_level(logging.WARNING, logger='fla'):
         assert toy.ran() == 'c'
     assert f'the order of policy file {path} replaces that of set_policy()' in caplog.text
+
+
+def test_an_error_travels_between_processes(write, toy):
+    with pytest.raises(PolicyFileError) as caught:
+        load_policy(write('perfer: b'))
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copied), copied.path, copied.errors) == (str(caught.value), caught.value.path, caught.value.errors)
+
+
+def test_a_file_that_is_no_policy_is_not_read_for_minutes(write, toy):
+    path = write('prefer: b\n' + '# a log that somebody redirected\n' * 40_000)
+    with pytest.raises(PolicyFileError, match=r'has \d+ bytes; a policy file has 1048576 at most'):
+        load_policy(path)
+
+
+def test_the_users_folder(write, toy, monkeypatch, tmp_path):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    write('prefer: b')
+    assert load_policy('~/policy.yaml').policy.prefer == ('b',)
+    assert toy.ran() == 'b'
+
+
+def test_a_bad_file_and_strict_leave_a_way_out(write, toy, monkeypatch):
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(write('perfer: b')))
+    monkeypatch.setenv('FLA_STRICT', '1')
+    refresh()
+    for _ in range(2):
+        with pytest.raises(DispatchError, match='is left out'):
+            toy.ran()
+    unload_policy()
+    set_policy(Policy(prefer='c'))  # changes go through all the same
+    write('prefer: b')
+    refresh()
+    assert toy.ran() == 'c'
+
+
+def test_refresh_does_not_bring_back_what_was_taken_back(write, toy, monkeypatch):
+    pytest.importorskip('watchfiles')
+    path = write('prefer: b')
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(path))
+    refresh()
+    with watch_policy(path, debounce=60) as watcher:
+        write('prefer: c')
+        watcher.reload()
+        assert toy.ran() == 'c'
+        watcher.rollback()
+        refresh()
+        assert toy.ran() == 'b'
 
 
 def test_the_environment_names_a_file(write, toy, monkeypatch, caplog):

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fla.ops.backends.conditions import ConditionError
@@ -15,13 +14,15 @@ from fla.ops.backends.config import names, text
 from fla.ops.backends.config.text import UNREAD, Errors, Reading
 from fla.ops.backends.errors import DispatchError
 from fla.ops.backends.policy import Policy, Rule, normalise
-from fla.ops.backends.versions import PolicyVersion, checked_path
+from fla.ops.backends.versions import PolicyVersion, checked_path, read_regular
 
 if TYPE_CHECKING:
     from fla.ops.backends.names import Names
 
 
 _MOST_SHOWN = 50
+# Thousands of rules. What is larger is most likely another file, which would be read for minutes.
+_MOST_BYTES = 1 << 20
 
 
 class PolicyFileError(DispatchError, ValueError):
@@ -32,6 +33,9 @@ class PolicyFileError(DispatchError, ValueError):
         more = len(self.errors) - _MOST_SHOWN
         shown = [*self.errors[:_MOST_SHOWN], *([f'... and {more} more, in .errors'] if more > 0 else [])]
         super().__init__('\n'.join([f'{path} is not in force:', *(f'  {error}' for error in shown)]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.errors)
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,11 @@ def read(path: str | os.PathLike[str]) -> Draft:
     """
     text.needed()
     source = checked_path(path)
-    content = Path(source).read_bytes()
+    content = read_regular(source)
     errors: Errors = set()
-    readings = tuple(text.read(content, errors))
+    if len(content) > _MOST_BYTES:
+        errors.add((1, f'the file has {len(content)} bytes; a policy file has {_MOST_BYTES} at most'))
+    readings = tuple(text.read(content, errors)) if not errors else ()
     policies = [_policy(source, reading, errors) for reading in readings]
     policy = None if errors or not policies else policies[0]
     return Draft(source, hashlib.sha256(content).hexdigest(), time.time(), readings, errors, policy)
