@@ -300,6 +300,9 @@ def test_what_cannot_be_written_is_not_in_force(two, tmp_path):
     before = two.ran(LONG, LONG)
     with pytest.raises(FileNotFoundError):
         quick(two, path=tmp_path / 'nowhere' / 'measured.json')
+    for folder in (tmp_path, ''):
+        with pytest.raises(IsADirectoryError, match='path has to be a file'):
+            quick(two, path=folder)
     assert two.ran(LONG, LONG) == before == 'short'
 
 

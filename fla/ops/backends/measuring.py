@@ -3,6 +3,7 @@ another process; it compares sizes with what was written down here."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import functools
@@ -20,6 +21,7 @@ from fla.ops.backends import logs
 from fla.ops.backends.card import card, drivers, version_of
 from fla.ops.backends.describe import entry_of
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
+from fla.ops.backends.errors import UnknownNameError
 from fla.ops.backends.explain import describe_argument, explain_entry
 from fla.ops.backends.measurements import Choice, Measured, MeasurementError, Measurements, Timing, choose, chosen, read
 from fla.ops.backends.policy import Policy, Rule
@@ -78,6 +80,8 @@ def measure(
         return owner, listed
 
     def measured() -> Measurements:
+        if path is not None and Path(path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, 'path has to be a file to write to, this is a folder', str(path))
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, 'there is no such folder to write to', str(Path(path).parent))
         return _measure(listed, warmup, repeats, margin, progress, owner)
@@ -150,15 +154,26 @@ def _policy(owner: Dispatcher, made: Measurements, source: str) -> Policy:
     keys = {(key,) for key in made.functions}
     rules = [rule for rule in owner.measured_rules() if rule.ops not in keys]
     for key, measured in made.functions.items():
-        entry = owner.entry(key)
+        with _named(source):
+            entry = owner.entry(key)
         for choice in measured.choices:
             rule = Rule((key,), choice.use, choice.when, place=f'{source} ({_summary(measured, choice)})')
-            owner.check_tokens(rule.use, key)
+            with _named(source):
+                owner.check_tokens(rule.use, key)
             problems = rule.condition.problems(entry.signature) if rule.condition else []
             if problems:
                 raise MeasurementError(f'{source}: {key} when {choice.when!r}: {"; ".join(problems)}')
             rules.append(rule)
     return Policy(rules=tuple(rules))
+
+
+@contextlib.contextmanager
+def _named(source: str) -> Iterator[None]:
+    """Errors of names say where those stand."""
+    try:
+        yield
+    except UnknownNameError as error:
+        raise UnknownNameError(f'{source}: {error}') from None
 
 
 def _summary(measured: Measured, choice: Choice) -> str:
