@@ -8,19 +8,26 @@ import torch
 from fla.modules.layernorm import rms_norm
 from fla.ops.attn import parallel_attn
 from fla.ops.backends import (
+    BackendRegistry,
     DispatchError,
+    FrozenError,
     NoBackendError,
+    breaker,
     diff_policy,
     explain,
+    freeze_dispatch,
     load_policy,
     policy_context,
     prefer_backend,
     read_policy,
+    refresh,
+    telemetry,
     trace,
     use_backend,
     watch_policy,
 )
 from fla.ops.kda import chunk_kda
+from tests.backends.test_failure import Broken
 from tests.backends.test_watch import Events
 
 pytest.importorskip('yaml')
@@ -143,3 +150,67 @@ def test_a_watched_file(write):
         write('deny: reference')
         reloads.wait(1)
         assert attention() == 'sdpa'
+
+
+@pytest.mark.parametrize(
+    ('variables', 'ran'),
+    [
+        ({'FLA_PREFER': 'reference'}, 'reference'),
+        ({'FLA_PREFER': 'sdpa|reference'}, 'sdpa'),
+        ({'FLA_PER_OP': 'attn=reference|sdpa'}, 'reference'),
+        ({'FLA_PER_OP': 'attn=sdpa;attn.parallel_attn=reference'}, 'reference'),
+        ({'FLA_PER_OP': 'kda=reference'}, 'sdpa'),
+        ({'FLA_ALLOW_BACKENDS': 'reference|default'}, 'reference'),
+        ({'FLA_DENY_BACKENDS': 'native'}, 'reference'),
+        ({'FLA_DENY_BACKENDS': 'vendor'}, 'sdpa'),
+        ({'FLA_SDPA': '0'}, 'reference'),
+        ({'FLA_REQUIRE_FIRST': '1'}, 'sdpa'),
+        ({'FLA_STRICT': '1', 'FLA_CHECK_VALUES': '1', 'FLA_ON_ERROR': 'fallback', 'FLA_DISPATCH_TRACE': '0'}, 'sdpa'),
+        ({'FLA_PREFER': 'sdpa', 'FLA_PER_OP': 'attn=reference'}, 'reference'),  # what names the operation stands higher
+    ],
+)
+def test_variables(monkeypatch, variables, ran):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refresh()
+    assert attention() == ran
+
+
+def test_the_file_of_the_environment_stands_below_its_variables(write, monkeypatch):
+    monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(write('prefer: reference')))
+    refresh()
+    assert attention() == 'reference'
+    monkeypatch.setenv('FLA_PREFER', 'sdpa')
+    refresh()
+    assert attention() == 'sdpa'
+
+
+def test_frozen(write, monkeypatch):
+    load_policy(write('prefer: reference'))
+    frozen = freeze_dispatch(platforms=('cpu',))
+    rows = frozen['selections']['attn.parallel_attn']['cpu']
+    assert next(row['backend'] for row in rows if row['out'] is None) == 'reference'
+    monkeypatch.setenv('FLA_SDPA', '0')
+    with pytest.raises(FrozenError):
+        load_policy(write('prefer: sdpa'))
+    with trace() as calls:
+        parallel_attn(SHORT, SHORT, SHORT)
+    assert calls.last_backend('attn') == 'reference'
+
+
+def test_a_failure_moves_on_and_opens_a_circuit(write, monkeypatch):
+    def fails(*args, **kwargs):
+        raise Broken
+
+    backend = BackendRegistry('attn').get('sdpa')
+    monkeypatch.setattr(type(backend), 'retryable', (Broken,))
+    monkeypatch.setattr(type(backend), 'parallel_attn', fails)
+    with pytest.raises(Broken):
+        parallel_attn(SHORT, SHORT, SHORT)
+    load_policy(write('on_error: fallback\nbreaker: {threshold: 2, cooldown: 1000}'))
+    with telemetry() as counted:
+        for _ in range(3):
+            parallel_attn(SHORT, SHORT, SHORT)
+    outcomes = {(call['backend'], call['outcome']): call['count'] for call in counted.snapshot()['calls']}
+    assert outcomes == {('sdpa', 'failed'): 2, ('sdpa', 'open'): 1, ('reference', 'served'): 3}
+    assert breaker(parallel_attn, 'sdpa').state == 'open'
