@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fla.ops.backends import Policy, default_dispatcher, freeze_dispatch, set_policy, thaw_dispatch
+from fla.ops.backends import Policy, default_dispatcher, freeze_dispatch, refresh, set_policy, thaw_dispatch
 from fla.ops.backends.cli import main
 from fla.ops.backends.environment import VARIABLES
 from fla.ops.backends.lint import RULES
@@ -199,6 +199,18 @@ def test_policy_files_are_checked(toy, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(tmp_path / 'none.yaml'))
     assert main(['validate']) == 1
     assert 'FLA_DISPATCH_CONFIG=' in capsys.readouterr().out
+
+
+def test_names_in_variables_are_validated(toy, capsys, monkeypatch):
+    for name, value in {'PREFER': 'mein', 'DENY_BACKENDS': 'nobody', 'PER_OP': f'{toy.op}=mein;no_such=mine'}.items():
+        monkeypatch.setenv(f'FLA_{name}', value)
+    refresh()
+    assert main(['validate']) == 1
+    out = capsys.readouterr().out
+    assert "FLA_PREFER: unknown backend 'mein'. Did you mean 'mine'?" in out
+    assert "FLA_DENY_BACKENDS: unknown backend 'nobody'" in out
+    assert f"FLA_PER_OP: unknown backend 'mein' for '{toy.op}'" in out
+    assert "FLA_PER_OP: unknown operation 'no_such'" in out
 
 
 def test_usage(capsys):

@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     lint.add_argument('--json', action='store_true', help='findings as a JSON list')
     lint.add_argument('--rules', action='store_true', help='list the rules and stop')
 
-    table = command('describe', _describe, 'show functions with their candidates in order, and policies')
+    table = command('describe', _describe, 'show functions with their candidates by priority, and policies')
     table.add_argument('operation', nargs='?', help="such as 'kda'; default: all")
     command('validate', _validate, 'list problems that need no call; loads every operation and plugin')
     files = command('check', _check, 'check policy files, as load_policy() would, and put none in force')

@@ -142,7 +142,7 @@ def problems(dispatcher: Dispatcher) -> list[str]:
         f'operation {name!r}: its backends package failed: {text}'
         for name, text in sorted(dict(dispatcher.discovery.errors).items())
     ]
-    found += dispatcher.config_problems()
+    found += dispatcher.environment_problems()
     for plugin in dispatcher.plugins():
         if plugin.error:
             found.append(f'plugin {plugin.name} ({plugin.source}) failed: {plugin.error}')
@@ -190,7 +190,7 @@ def _lonely(backend: BaseBackend) -> list[str]:
 
 
 def describe(dispatcher: Dispatcher, operation: str | None = None) -> str:
-    """A table: each function with its candidates in order, their state, and where they were registered."""
+    """A table: each function with its candidates by priority, their state, and where they were registered."""
     if operation is None:
         dispatcher.discovery.load_all()
     else:

@@ -422,9 +422,15 @@ class Entry:
         """At plan time: the ordered candidates at INFO, and warnings for wishes that cannot come true."""
         hidden = overruled(self.state(), self.operation, self.name, self._serves)
         if hidden is not None:
+            lock = hidden[0].policy.locked(self.operation, self.name)[1] is not None
+            words = (
+                'the lock of %s holds against %s'
+                if lock
+                else 'the order of %s replaces that of %s, its exclusivity included'
+            )
             logs.warn_once(
                 ('overruled', self.key, hidden),
-                '%s: the order of %s replaces that of %s, its exclusivity included',
+                f'%s: {words}',
                 self.key,
                 hidden[0].source,
                 hidden[1].source,

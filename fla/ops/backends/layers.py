@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -133,8 +133,7 @@ class Layers(Names):
     def _config_path(self) -> str:
         return (self.environment.text('DISPATCH_CONFIG') or '').strip()
 
-    def config_problems(self) -> list[str]:
-        """All that is wrong with the policy file that the environment names; empty where it names none. Changes nothing."""
+    def _config_problems(self) -> list[str]:
         path = self._config_path()
         if not path:
             return []
@@ -425,6 +424,24 @@ class Layers(Names):
         """
         if self._config_error is not None and self.is_strict():
             raise DispatchError(self._config_error)
+        for source, problem in self._unknown_in_environment():
+            text = f'{source}: {problem}'
+            if self.is_strict():
+                raise UnknownNameError(text)
+            logs.warn_once(('environment', text), '%s', text)
+        draft = self._config_draft
+        if draft is not None:
+            name = self.environment.name('DISPATCH_CONFIG')
+            unknown_there = draft.at(draft.unknown(self))
+            if unknown_there and self.is_strict():
+                raise UnknownNameError(f'{name}: ' + '\n'.join(unknown_there))
+            for problem in unknown_there:
+                logs.warn_once(('environment', name, problem), '%s: %s', name, problem)
+        toggles = {name for backend in self.backends() for name in self.toggles.variables(backend)}
+        self.environment.warn_unknown(toggles, self.discovery.variables_in_sources)
+
+    def _unknown_in_environment(self) -> Iterator[tuple[str, str]]:
+        """Names in the variables that nobody knows: (variable, what to say)."""
         for layer in self._env_layers or ():
             for name, tokens in layer.policy.order:
                 try:
@@ -432,26 +449,15 @@ class Layers(Names):
                     unknown = self.unknown_tokens(tokens, name)
                 except Exception as error:
                     # an operation that cannot be imported is not the business of the call that is being planned
-                    self._environment_problem(layer.source, str(error))
+                    yield layer.source, str(error)
                     continue
-                for token in unknown:
-                    problem = f'unknown backend {token!r} for {name!r}.'
-                    self._environment_problem(layer.source, problem, self._words(self.operation_of(name)), token)
+                words = self._words(self.operation_of(name))
+                yield from ((layer.source, f'unknown backend {t!r} for {name!r}.{nearest(t, words)}') for t in unknown)
             if not layer.policy.order:
                 for token in self.unknown_tokens(layer.policy.tokens(), None):
-                    self._environment_problem(layer.source, f'unknown backend {token!r}.', self._words(None), token)
-        draft = self._config_draft
-        if draft is not None:
-            unknown_there = draft.at(draft.unknown(self))
-            if unknown_there and self.is_strict():
-                raise UnknownNameError(f'{self.environment.name("DISPATCH_CONFIG")}: ' + '\n'.join(unknown_there))
-            for problem in unknown_there:
-                self._environment_problem(self.environment.name('DISPATCH_CONFIG'), problem)
-        toggles = {name for backend in self.backends() for name in self.toggles.variables(backend)}
-        self.environment.warn_unknown(toggles, self.discovery.variables_in_sources)
+                    yield layer.source, f'unknown backend {token!r}.{nearest(token, self._words(None))}'
 
-    def _environment_problem(self, source: str, problem: str, words: set[str] | None = None, token: str = '') -> None:
-        text = f'{source}: {problem}{nearest(token, words) if words and token else ""}'
-        if self.is_strict():
-            raise UnknownNameError(text)
-        logs.warn_once(('environment', text), '%s', text)
+    def environment_problems(self) -> list[str]:
+        """Names that nobody knows in the variables, and all that is wrong with the file that one names. Changes nothing."""
+        self.state()
+        return [f'{source}: {problem}' for source, problem in self._unknown_in_environment()] + self._config_problems()

@@ -88,6 +88,7 @@ class Measurements:
             draft.write_text(json.dumps(self.to_dict(), indent=1) + '\n', encoding='utf-8')
             os.replace(draft, target)
         except OSError as error:  # of the file that was asked for
+            draft.unlink(missing_ok=True)
             raise type(error)(error.errno, error.strerror, str(target)) from None
 
     def other_versions(self, here: Mapping[str, str | None]) -> list[str]:
@@ -108,7 +109,9 @@ def read(path: str | os.PathLike[str]) -> Measurements:
     """
     problems: list[str] = []
     try:
-        content = json.loads(Path(path).read_text(encoding='utf-8'), object_pairs_hook=functools.partial(_object, problems))
+        content = json.loads(
+            Path(path).read_text(encoding='utf-8-sig'), object_pairs_hook=functools.partial(_object, problems)
+        )
     except (ValueError, RecursionError) as error:
         raise MeasurementError(f'{path} is not JSON as measure() writes it: {error}') from None
     found = _read(content, problems)

@@ -193,6 +193,8 @@ def _words(milliseconds: float | None) -> str:
 
 def _listed(calls: Iterable[functools.partial[Any]]) -> list[functools.partial[Any]]:
     wants = 'calls is a list of functools.partial(function, *args, **kwargs)'
+    if isinstance(calls, functools.partial):
+        raise TypeError(f'{wants}, got a single one: write [...] around it')
     if not isinstance(calls, Iterable):
         raise TypeError(f'{wants}, got {calls!r}')
     listed = list(calls)
@@ -200,7 +202,7 @@ def _listed(calls: Iterable[functools.partial[Any]]) -> list[functools.partial[A
         raise ValueError('calls is empty: there is nothing to measure')
     for call in listed:
         if not isinstance(call, functools.partial):
-            raise TypeError(f'{wants}, got one that holds {call!r}')
+            raise TypeError(f'{wants}, got one that holds {call!r:.80}')
     return listed
 
 
@@ -215,6 +217,10 @@ def _measure(
     packages: set[str] = set()
     for call in _shown(calls) if progress else calls:
         entry = entry_of(call.func)
+        try:
+            entry.signature.signature.bind(*call.args, **call.keywords)
+        except TypeError as error:
+            raise TypeError(f'a call of {entry.key}: {error}') from None
         state = owner.state_without_measured()
         state = state if entry.own is None else state.above(entry.own)
         # a backend whose circuit is open now may be the quickest when it is closed again

@@ -125,8 +125,8 @@ class Notes(Actions):
         return note
 
     def unanswerable(self, case: Conditional) -> Callable[[], None]:
-        advice = 'Exclude such calls first, as "x is not None and" does'
-        text = f'{unanswerable_text(case, self.entry.key)} and does not hold. {advice}'
+        advice = 'explain() says why; calls without x are excluded by "x is not None and"'
+        text = f'{unanswerable_text(case, self.entry.key)} and does not hold: {advice}'
 
         def say() -> None:
             logs.warn_once(('unanswerable', text), '%s', text)

@@ -55,7 +55,7 @@ def _tokens(value: Iterable[str] | str | None, argument: str) -> tuple[str, ...]
         return ()
     if isinstance(value, str):
         value = (value,)
-    if not isinstance(value, Iterable):
+    if not isinstance(value, Iterable) or isinstance(value, (Mapping, bytes)):
         raise TypeError(f'{argument} takes names, got {value!r}')
     words = tuple(value)
     for word in words:
@@ -213,6 +213,8 @@ class Policy:
                 f'{nearest(self.on_error, ON_ERROR) if isinstance(self.on_error, str) else ""}'
             )
         put(self, 'breaker', as_settings(self.breaker))
+        if self.use and self.lock:
+            raise ValueError('use and lock say who runs in one policy, and use would win: leave one out')
         if self.op is not None and (not isinstance(self.op, str) or not self.op.strip()):
             raise TypeError(f"op must be an operation ('kda') or a function ('kda.chunk_kda'), got {self.op!r}")
         put(self, '_hash', hash(tuple(getattr(self, name) for name in _FIELDS if name != 'places')))

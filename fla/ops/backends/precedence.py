@@ -242,7 +242,9 @@ def refuse_if_locked(policy: Policy, below: Sequence[Layer], *, of_call: bool) -
     if policy.op and (policy.prefer or policy.rules or forces):
         named.append(policy.op)
     for layer in below:
-        for name, _ in layer.policy.lock:
+        for name, tokens in layer.policy.lock:
+            if not forces and (name, tokens) in (*policy.order, *policy.lock):
+                continue  # the same
             if (forces and not policy.op) or any(_speaks_of(key, name) for key in named):
                 raise DispatchError(
                     f'the order of {name!r} is locked by {layer.policy.place(f"lock.{name}", layer.source)}: only '

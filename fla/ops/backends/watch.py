@@ -92,9 +92,9 @@ def watch_policy(
     *,
     debounce: float = 0.25,
     poll: bool | float = False,
-    validators: Iterable[Validator] | Validator = (),
-    on_reload: Iterable[Callback] | Callback = (),
-    on_error: Iterable[Callback] | Callback = (),
+    validators: Iterable[Validator] | Validator | None = (),
+    on_reload: Iterable[Callback] | Callback | None = (),
+    on_error: Iterable[Callback] | Callback | None = (),
     history: int = 16,
     dispatcher: Dispatcher | None = None,
 ) -> PolicyWatcher:
@@ -135,9 +135,9 @@ class PolicyWatcher:
         path: str | os.PathLike[str],
         debounce: float,
         poll: bool | float,
-        validators: Iterable[Validator] | Validator,
-        on_reload: Iterable[Callback] | Callback,
-        on_error: Iterable[Callback] | Callback,
+        validators: Iterable[Validator] | Validator | None,
+        on_reload: Iterable[Callback] | Callback | None,
+        on_error: Iterable[Callback] | Callback | None,
         history: int,
         dispatcher: FileLayer,
     ) -> None:
@@ -295,7 +295,9 @@ class PolicyWatcher:
         if self._pid == os.getpid() and threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
-                raise WatchError(f'the watcher of {self.path} has not ended after {timeout} s: a callback does not return')
+                raise WatchError(
+                    f'the watcher of {self.path} has not ended after {timeout} s: a callback or validator does not return'
+                )
         self._forget()
 
     def _forget(self) -> None:
@@ -430,7 +432,9 @@ def _seconds(name: str, value: float, least: float = 0.0) -> float:
     return float(value)
 
 
-def _callables(name: str, value: Iterable[Any] | Callable[..., Any]) -> tuple[Any, ...]:
+def _callables(name: str, value: Iterable[Any] | Callable[..., Any] | None) -> tuple[Any, ...]:
+    if value is None:
+        return ()
     found = (value,) if callable(value) or not isinstance(value, Iterable) else tuple(value)
     for one in found:
         if not callable(one):

@@ -197,7 +197,8 @@ TENSOR = {'dtype': 'float32', 'shape': [2, 3], 'device': 'cpu'}
     ('calls', 'words'),
     [
         (3, 'calls is a trace'),
-        ('{}', 'this has '),
+        ('{}', 'this has nothing'),
+        (b'{"a": 1}', "this has 'a'"),
         ('{"records": 3}', 'calls is a trace'),
         ('{bad', 'calls is no JSON'),
         ('[' * 100_000, 'calls is no JSON'),

@@ -203,6 +203,7 @@ def test_what_is_no_path(path):
         ('deny: a\ndeny: b', 2, 'stands here twice'),
         ('breaker: {cooldown: 190:20:30}', 1, 'to the base of 60'),
         ('order: {TOY: a}\nlock:\n  TOY: b', 3, 'order has'),
+        ('breaker: {cooldown: 017}', 1, 'to the base of 8'),
         ('prefer: &x [a]\ndeny: *x', 2, 'aliases'),
         ('prefer: [a', 1, 'not YAML'),
         ('- a', 1, 'the file'),
@@ -310,6 +311,16 @@ def test_a_lock_in_code_stands_against_scopes(toy, make):
     assert toy.ran() == 'a'
 
 
+def test_the_same_order_is_no_other_one(write, toy):
+    load_policy(write('lock: {TOY: [c, default]}'))
+    for same in (Policy(lock={toy.op: ('c', 'default')}), Policy(order={toy.op: ('c', 'default')})):
+        set_policy(same)
+        with policy_context(same):
+            assert toy.ran() == 'c'
+    with pytest.raises(DispatchError, match='locked'):
+        set_policy(Policy(order={toy.op: ('default', 'c')}))
+
+
 def test_only_what_a_scope_or_a_binding_forces_stands_above_a_lock(write, toy):
     load_policy(write('lock:\n  TOY: [c, default]\n'))
     with prefer_backend('a'):
@@ -350,7 +361,7 @@ def test_a_lock_that_silences_an_order_of_the_function_by_its_name_says_so(write
     load_policy(path)
     with caplog.at_level(logging.WARNING, logger='fla'):
         assert toy.ran() == 'c'
-    assert f'the order of policy file {path} replaces that of set_policy()' in caplog.text
+    assert f'the lock of policy file {path} holds against set_policy()' in caplog.text
 
 
 def test_an_error_travels_between_processes(write, toy):

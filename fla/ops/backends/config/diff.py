@@ -134,8 +134,10 @@ def _records(calls: Any) -> list[Record]:
         TypeError, ValueError: for what holds none; names the argument and what is wrong.
         OSError: for a path that cannot be read.
     """
-    text = None
-    if isinstance(calls, str) and not os.path.lexists(calls) and calls.lstrip().startswith(('{', '[')):
+    text: str | bytes | None = None
+    if isinstance(calls, bytes) or (
+        isinstance(calls, str) and not os.path.lexists(calls) and calls.lstrip().startswith(('{', '['))
+    ):
         text = calls
     elif isinstance(calls, (str, os.PathLike)):
         text = Path(calls).read_text(encoding='utf-8')
@@ -145,7 +147,8 @@ def _records(calls: Any) -> list[Record]:
         raise ValueError(f'calls is no JSON: {error}') from None
     if isinstance(content, Mapping):
         if 'records' not in content:
-            raise ValueError(f'calls is the JSON of a trace(), with "records"; this has {", ".join(map(str, content))}')
+            said = ', '.join(map(repr, content)) or 'nothing'
+            raise ValueError(f'calls is the JSON of a trace(), with "records"; this has {said}')
         content = content['records']
     if isinstance(content, str) or not isinstance(content, Iterable):
         raise TypeError(f'calls is a trace(), its JSON, the path of such JSON, or a list of records; got {content!r:.80}')

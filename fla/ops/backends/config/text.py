@@ -77,7 +77,7 @@ def needed() -> Any:
     return yaml
 
 
-_BASE_60 = re.compile(r'[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?')
+_ODD_NUMBER = re.compile(r'(?P<sixty>[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)|(?P<eight>[-+]?0[0-7_]+)')
 
 # Of a text that is JSON: what YAML 1.1 reads otherwise. Whitespace counts outside of strings alone.
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?[eE][-+]?\d+|\t')
@@ -137,8 +137,9 @@ class _Reader:
             return self._mapping(node, place)
         if node.id == 'sequence':
             return [self.plain(item, (*place, i)) for i, item in enumerate(node.value)]
-        if _BASE_60.fullmatch(node.value) and node.style is None:
-            self.errors.add((line, f'{node.value!r} is a number to the base of 60 in YAML; write quotes, or its value'))
+        if node.style is None and (found := _ODD_NUMBER.fullmatch(node.value)):
+            base = 60 if found.lastgroup == 'sixty' else 8
+            self.errors.add((line, f'{node.value!r} is a number to the base of {base} in YAML; write quotes, or its value'))
             return UNREAD
         try:
             return self.loader.construct_object(node)
