@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from _gpu import gpu_ms, peak_mib, wall_ms
 
-BACKENDS = ('sdpa', 'default', 'flash_attn_3', 'flash_attn', 'flashinfer', 'xformers', 'torch_varlen')
+BACKENDS = ('sdpa', 'default', 'flash_attn_3', 'flash_attn', 'flashinfer', 'xformers', 'tilelang', 'torch_varlen')
 YARDSTICK = 'torch'
 
 # name: B, T, S, HQ, H, K, V and what is asked for
@@ -193,11 +193,13 @@ def main() -> None:
 
     from fla.ops.attn.backends.flash_attn import FlashAttention2Backend, FlashAttention3Backend
     from fla.ops.attn.backends.flashinfer import FlashInferBackend
+    from fla.ops.attn.backends.tilelang import AttentionTileLang
     from fla.ops.attn.backends.varlen import TorchVarlenBackend
     from fla.ops.attn.backends.xformers import XFormersBackend
 
-    vendors = (FlashAttention2Backend, FlashAttention3Backend, FlashInferBackend, XFormersBackend, TorchVarlenBackend)
-    able = {one.backend_type for one in vendors if one.is_available()[0]}
+    vendors = (FlashAttention2Backend, FlashAttention3Backend, FlashInferBackend, XFormersBackend)
+    ours = (AttentionTileLang, TorchVarlenBackend)
+    able = {one.backend_type for one in vendors + ours if one.is_available()[0]}
     backends = [one for one in options.backend or BACKENDS if one in ('sdpa', 'default') or one in able]
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,5 @@
 """The TileLang backends: which calls they take, with a stand-in for the package, and that it is asked for nothing before."""
 
-import os
-import sys
-
 import pytest
 import torch
 
@@ -13,7 +10,8 @@ from fla.ops.gated_delta_rule.backends.tilelang import GatedDeltaRuleTileLang
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.backends.tilelang import KDATileLang
 from fla.utils.devices import Device
-from tests.ops.vendors import A100, BF16, FP16, FP32, H100, fakes, install, pretend
+from tests.ops.vendors import A100, BF16, FP16, FP32, H100, fakes, pretend
+from tests.tilelang_support.backends import switched_on, unusable
 
 pytest.importorskip('triton')
 
@@ -25,17 +23,7 @@ GATES = {'use_gate_in_kernel': True, 'use_qk_l2norm_in_kernel': True, 'use_beta_
 
 @pytest.fixture(autouse=True)
 def package(monkeypatch, tmp_path):
-    """TileLang seems to be installed, to work and to be switched on, on a machine with an H100; importing it fails."""
-    for name in [n for n in os.environ if n.startswith('FLA_')]:
-        monkeypatch.delenv(name)
-    default_dispatcher().reset()
-    install(monkeypatch, tmp_path, 'tilelang', 'tilelang', '0.1.15')
-    monkeypatch.setitem(sys.modules, 'tilelang', None)
-    monkeypatch.setattr(tilelang_call, 'check_package', lambda module, version: (True, None))
-    for backend in BACKENDS.values():
-        monkeypatch.setattr(backend, 'probe', lambda self, device: (True, None))
-    monkeypatch.setenv('FLA_TILELANG', '1')
-    pretend(monkeypatch, H100)
+    switched_on(monkeypatch, tmp_path, *BACKENDS.values())
     yield
     default_dispatcher().reset()
 
@@ -174,17 +162,8 @@ def test_the_probe_asks_for_the_generation_first(device, verdict):
 
 @BOTH
 def test_an_unusable_package_falls_through(function, monkeypatch):
-    """As beside a newer apache-tvm-ffi: it is installed, and its import fails. The probe is the real one."""
-    module = sys.modules[BACKENDS[function].__module__]
-    monkeypatch.undo()
-    pretend(monkeypatch, H100)
-    monkeypatch.setattr(tilelang_call, 'check_package', lambda module, version: (True, None))
-    monkeypatch.setenv('FLA_TILELANG', '1')
-
-    def broken(device):
-        raise ImportError('cannot import name from tvm_ffi')
-
-    monkeypatch.setattr(module, '_one_step', broken)
+    """The probe is the real one."""
+    unusable(monkeypatch, BACKENDS[function])
     decision = explain(function, **case(function))
     assert decision.winner == 'default'
     assert decision['tilelang'].verdict == 'unavailable'

@@ -1,8 +1,6 @@
 """The TileLang kernels: what their source says, interpreted, against the definition in float64; they compile for Hopper."""
 
 import importlib
-import importlib.util
-import shutil
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from fla.ops.kda import chunk_kda
 from fla.ops.kda.backends.tilelang import KDATileLang
 from tests import bounds
 from tests.ops.delta_rules import case, measure
-from tests.tilelang_support.backends import interpreted
+from tests.tilelang_support.backends import interpreted, no_compiler
 from tests.tilelang_support.interpreter import Buffer, Machine, load
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -148,15 +146,6 @@ def test_the_interpreter_masks_and_rewrites(tmp_path, monkeypatch):
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------------
-
-
-def no_compiler():
-    """Why nothing can be compiled, or None."""
-    if importlib.util.find_spec('tilelang') is None:
-        return 'TileLang is not installed: make test-tilelang'
-    if not (shutil.which('nvcc') or shutil.which('/usr/local/cuda/bin/nvcc')):
-        return 'no nvcc'
-    return None
 
 
 KERNELS = {

@@ -1,9 +1,51 @@
-"""The launchers of TileLang backends with interpreted kernels."""
+"""TileLang backends where TileLang is not: which calls they take, and their launchers with interpreted kernels."""
 
 import importlib
+import importlib.util
+import os
+import shutil
 import sys
 
+from fla.ops.backends import default_dispatcher
+from fla.ops.common import tilelang_call
+from tests.ops.vendors import H100, install, pretend
 from tests.tilelang_support.interpreter import load
+
+
+def switched_on(monkeypatch, folder, *backends):
+    """TileLang seems to be installed, to work and to be switched on, on a machine with an H100; importing it fails."""
+    for name in [n for n in os.environ if n.startswith('FLA_')]:
+        monkeypatch.delenv(name)
+    default_dispatcher().reset()
+    install(monkeypatch, folder, 'tilelang', 'tilelang', '0.1.15')
+    monkeypatch.setitem(sys.modules, 'tilelang', None)
+    monkeypatch.setattr(tilelang_call, 'check_package', lambda module, version: (True, None))
+    for backend in backends:
+        monkeypatch.setattr(backend, 'probe', lambda self, device: (True, None))
+    monkeypatch.setenv('FLA_TILELANG', '1')
+    pretend(monkeypatch, H100)
+
+
+def unusable(monkeypatch, backend):
+    """It is installed, and fails when it compiles its smallest kernel: as without nvcc, or beside a newer apache-tvm-ffi."""
+
+    def broken(device):
+        raise ImportError('cannot import name from tvm_ffi')
+
+    monkeypatch.undo()
+    pretend(monkeypatch, H100)
+    monkeypatch.setattr(tilelang_call, 'check_package', lambda module, version: (True, None))
+    monkeypatch.setattr(sys.modules[backend.__module__], '_one_step', broken)
+    monkeypatch.setenv('FLA_TILELANG', '1')
+
+
+def no_compiler():
+    """Why nothing can be compiled, or None."""
+    if importlib.util.find_spec('tilelang') is None:
+        return 'TileLang is not installed: make test-tilelang'
+    if not (shutil.which('nvcc') or shutil.which('/usr/local/cuda/bin/nvcc')):
+        return 'no nvcc'
+    return None
 
 
 def interpreted(monkeypatch, op):

@@ -126,9 +126,13 @@ class Language:
     int32, float32 = 'int32', 'float32'
     min, max = staticmethod(np.minimum), staticmethod(np.maximum)
     exp, log, abs = staticmethod(np.exp), staticmethod(np.log), staticmethod(np.abs)
+    exp2, log2 = staticmethod(np.exp2), staticmethod(np.log2)
     bitwise_xor, shift_right = staticmethod(np.bitwise_xor), staticmethod(np.right_shift)
 
     dynamic = staticmethod(Size)
+
+    class GemmWarpPolicy:
+        FullRow = 'rows'
 
     class Tensor:
         def __init__(self, shape, dtype):
@@ -189,6 +193,14 @@ class Language:
         return np.asarray(a) % int(b) if np.ndim(a) else int(a) % int(b)
 
     @staticmethod
+    def infinity(dtype):
+        return np.inf
+
+    @staticmethod
+    def min_value(dtype):
+        return torch.finfo(getattr(torch, dtype)).min
+
+    @staticmethod
     def sync_threads():
         pass
 
@@ -197,12 +209,16 @@ class Language:
         buffer.data[...] = 0
 
     @staticmethod
+    def fill(buffer, value):
+        buffer.data[...] = rounded(value, buffer.dtype)
+
+    @staticmethod
     def copy(source, target):
         data = source.data if isinstance(source, Buffer) else source
         target.data[...] = rounded(data, target.dtype).reshape(target.shape)
 
     @staticmethod
-    def gemm(A, B, C, transpose_A=False, transpose_B=False, clear_accum=False):
+    def gemm(A, B, C, transpose_A=False, transpose_B=False, clear_accum=False, policy=None):
         a, b = A.data.T if transpose_A else A.data, B.data.T if transpose_B else B.data
         assert A.dtype == B.dtype
         C.data[...] = rounded(a @ b + (0 if clear_accum else C.data), C.dtype)
@@ -212,8 +228,9 @@ class Language:
         target.data[...] = rounded(source.data.sum(dim), target.dtype)
 
     @staticmethod
-    def reduce_max(source, target, dim):
-        target.data[...] = source.data.max(dim)
+    def reduce_max(source, target, dim, clear=True):
+        found = source.data.max(dim)
+        target.data[...] = found if clear else np.maximum(target.data, found)
 
     @staticmethod
     def cumsum(src, dst, dim):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,12 +58,14 @@ def _backward(
         return attention_backward(q, k, v, g, flat(sink_bias), flat(cu_seqlens), scale, window, o, lse, do)
 
 
+SCHEMA = (
+    '(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? sink_bias, Tensor? cu_seqlens, float scale, SymInt window) '
+    '-> (Tensor o, Tensor lse)'
+)
+
 _attention = opaque(
     'fla::parallel_attn',
-    schema=(
-        '(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? sink_bias, Tensor? cu_seqlens, float scale, SymInt window) '
-        '-> (Tensor o, Tensor lse)'
-    ),
+    schema=SCHEMA,
     forward=_forward,
     fake=_fake,
     backward=_backward,
@@ -81,9 +84,10 @@ def attention(
     window_size: int | None,
     cu_seqlens: torch.Tensor | None,
     sink_bias: torch.Tensor | None,
+    kernel: Callable[..., Any] = _attention,
 ) -> torch.Tensor:
-    """`parallel_attn` on Triton."""
+    """`parallel_attn` on Triton; or by another `kernel` that takes and returns the same."""
     require_triton('parallel_attn', q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    o: torch.Tensor = _attention(q, k, v, g, sink_bias, cu_seqlens, scale, 0 if window_size is None else window_size)
+    o: torch.Tensor = kernel(q, k, v, g, sink_bias, cu_seqlens, scale, 0 if window_size is None else window_size)
     return o

@@ -11,6 +11,7 @@ attn_registry.register('fla.ops.attn.backends.flash_attn:FlashAttention3Backend'
 attn_registry.register('fla.ops.attn.backends.flash_attn:FlashAttention2Backend')
 attn_registry.register('fla.ops.attn.backends.flashinfer:FlashInferBackend')
 attn_registry.register('fla.ops.attn.backends.xformers:XFormersBackend')
+attn_registry.register('fla.ops.attn.backends.tilelang:AttentionTileLang')
 attn_registry.register('fla.ops.attn.backends.varlen:TorchVarlenBackend')
 attn_registry.register(SDPABackend())
 attn_registry.register(AttentionReference())

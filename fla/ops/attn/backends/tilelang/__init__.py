@@ -1,0 +1,84 @@
+"""Our TileLang kernel for the forward of attention."""
+
+from __future__ import annotations
+
+import torch
+
+from fla.ops.backends import BaseBackend
+from fla.ops.backends.backend import Verdict
+from fla.ops.common.tilelang_call import on_hopper, usable
+from fla.ops.common.vendor import smallest_call
+from fla.utils.devices import Device
+
+DIMS = (64, 128)
+
+
+class AttentionTileLang(BaseBackend):
+    """`parallel_attn` on Hopper: the forward in TileLang, with the Triton backward, which starts from the same o and
+    normaliser. bfloat16 or float16, K = V of 64 or 128, packed sequences, a window, more keys than queries; no decays, no
+    sinks. q, k and v are copied where they are not contiguous.
+
+    Interpreted in numpy its results are right, and it compiles; no card has run it yet, so that it is off unless asked for.
+    """
+
+    backend_type = 'tilelang'
+    kind = 'native'
+    package_name = 'tilelang'
+    package_version = '>=0.1.15,<0.2'
+    env_var = 'FLA_TILELANG'
+    default_enable = False
+    verified = False
+    priority = 8
+    devices = ('cuda',)
+    min_capability = (9, 0)
+    dtypes = (torch.bfloat16, torch.float16)
+    grad = 'backward'
+
+    @classmethod
+    def is_available(cls) -> Verdict:
+        return usable(cls.package_name, cls.package_version)
+
+    def probe(self, device: Device) -> Verdict:
+        fits = on_hopper(device)
+        # TileLang imports, and fails when it compiles: without nvcc, or beside a newer apache-tvm-ffi
+        return smallest_call(device, _one_step, 1.0) if fits[0] else fits
+
+    def parallel_attn_verifier(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
+    ) -> Verdict:
+        if q.shape[3] not in DIMS or v.shape[3] != q.shape[3]:
+            return False, ('K and V must both be 64 or both 128, got %s and %s', q.shape[3], v.shape[3])
+        if q.numel() == 0:
+            return False, 'there are no steps, and the kernel cannot be launched on nothing'
+        if q.numel() >= 2**31:
+            return False, ('the kernel was not tried on so many: q must have fewer than 2^31 elements, got %s', q.numel())
+        if k.numel() >= 2**31:
+            return False, ('the kernel was not tried on so many: k must have fewer than 2^31 elements, got %s', k.numel())
+        if cu_seqlens is not None and cu_seqlens.shape[0] < 2:
+            return False, 'cu_seqlens holds no sequence'
+        return True, None
+
+    def parallel_attn(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None = None,
+        window_size: int | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        # lint: allow ignored-argument because chunk_indices says nothing that cu_seqlens does not
+        chunk_indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        from fla.ops.attn.autograd import attention
+        from fla.ops.attn.backends.tilelang.launch import kernel
+
+        return attention(q, k, v, None, scale, window_size, cu_seqlens, None, kernel=kernel)
+
+
+def _one_step(device: torch.device) -> torch.Tensor:
+    """A step sees itself alone: o = v, here of ones."""
+    from fla.ops.attn.backends.tilelang.launch import attention_forward
+
+    ones = torch.ones(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
+    with torch.cuda.device(device):
+        return attention_forward(ones, ones, ones, None, 1.0, 0)[0]

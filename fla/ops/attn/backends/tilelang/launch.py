@@ -1,0 +1,65 @@
+"""The TileLang forward of attention with the Triton backward, which starts from the same o and normaliser."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from fla.ops.attn import autograd
+from fla.ops.attn.backends.tilelang import kernels
+from fla.ops.backends.opaque import opaque
+from fla.ops.common.kernels.layout import layout_of
+from fla.ops.common.tilelang_call import kernels_of, name_of
+from fla.ops.common.triton_call import DEVICES, on_device_of
+from fla.ops.common.vendor import for_tma
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the function of that name in `fla.ops.attn.kernels.launch`; without decays and sinks, and of some steps."""
+    batch, length, heads, dim = q.shape
+    kept, groups = k.shape[1:3]
+    layout = layout_of(batch, length, kernels.QUERIES, cu_seqlens)
+    o = v.new_empty((batch, length, heads, dim))
+    lse = q.new_empty((batch, heads, length), dtype=torch.float32)
+    # stands for tensors that the compiled code does not read
+    unread = q.new_empty((2,), dtype=torch.int32)
+    indices = unread if cu_seqlens is None else cu_seqlens.contiguous()
+    (forward,) = kernels_of((kernels.forward, (dim, name_of(q.dtype), name_of(indices.dtype), layout.packed, window > 0)))
+    forward(
+        for_tma(q).view(batch * length, heads, dim),
+        *(for_tma(x).view(batch * kept, groups, dim) for x in (k, v)),
+        *(indices, unread.view(1, 2) if layout.table is None else layout.table),
+        *(o.view(batch * length, heads, dim), lse.view(-1)),
+        *(layout.rows, length, kept - length, min(window, kept), heads // groups, scale * math.log2(math.e)),
+    )
+    return o, lse
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: None,
+    sink_bias: None,
+    cu_seqlens: torch.Tensor | None,
+    scale: float,
+    window: int,
+) -> Any:
+    with on_device_of(q):
+        return attention_forward(q, k, v, cu_seqlens, scale, window)
+
+
+kernel = opaque(
+    'fla::tilelang_parallel_attn',
+    schema=autograd.SCHEMA,
+    forward=_forward,
+    fake=autograd._fake,
+    backward=autograd._backward,
+    grads=('q', 'k', 'v', 'g', 'sink_bias'),
+    intermediates=('lse',),
+    devices=DEVICES,
+)
