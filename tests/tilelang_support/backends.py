@@ -22,7 +22,8 @@ def switched_on(monkeypatch, folder, *backends):
     monkeypatch.setattr(tilelang_call, 'check_package', lambda module, version: (True, None))
     for backend in backends:
         monkeypatch.setattr(backend, 'probe', lambda self, device: (True, None))
-    monkeypatch.setenv('FLA_TILELANG', '1')
+    for name in ('FLA_TILELANG', 'FLA_TILELANG_ATTN'):
+        monkeypatch.setenv(name, '1')
     pretend(monkeypatch, H100)
 
 
@@ -36,7 +37,8 @@ def unusable(monkeypatch, backend):
     pretend(monkeypatch, H100)
     monkeypatch.setattr(tilelang_call, 'check_package', lambda module, version: (True, None))
     monkeypatch.setattr(sys.modules[backend.__module__], '_one_step', broken)
-    monkeypatch.setenv('FLA_TILELANG', '1')
+    for name in ('FLA_TILELANG', 'FLA_TILELANG_ATTN'):
+        monkeypatch.setenv(name, '1')
 
 
 def no_compiler():

@@ -109,7 +109,7 @@ def test_a_cpu():
 
 
 def test_off_until_somebody_switches_it_on(monkeypatch):
-    monkeypatch.delenv('FLA_TILELANG')
+    monkeypatch.delenv('FLA_TILELANG_ATTN')  # FLA_TILELANG is of kernels that were proved
     decision = explain(parallel_attn, **case())
     assert (decision.winner, decision['tilelang'].verdict) == ('sdpa', 'disabled')
     with use_backend('tilelang', op='attn'):

@@ -25,7 +25,7 @@ class AttentionTileLang(BaseBackend):
     kind = 'native'
     package_name = 'tilelang'
     package_version = '>=0.1.15,<0.2'
-    env_var = 'FLA_TILELANG'
+    env_var = 'FLA_TILELANG_ATTN'  # its own, so that what asks for the proved kernels does not get this one
     default_enable = False
     verified = False
     priority = 8
