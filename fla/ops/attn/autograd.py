@@ -27,7 +27,7 @@ def _forward(
         return attention_forward(q, k, v, g, flat(sink_bias), flat(cu_seqlens), scale, window)
 
 
-def _fake(
+def fake(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -37,11 +37,12 @@ def _fake(
     scale: float,
     window: int,
 ) -> Any:
+    """Shapes and dtypes of o and of the normaliser, log-sum-exp of the scores in base 2."""
     batch, length, heads = q.shape[:3]
     return v.new_empty((batch, length, heads, v.shape[3])), q.new_empty((batch, heads, length), dtype=torch.float32)
 
 
-def _backward(
+def backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -54,6 +55,7 @@ def _backward(
     lse: torch.Tensor,
     do: torch.Tensor,
 ) -> Any:
+    """Gradients, from what the forward returned, whichever kernel that was."""
     with on_device_of(q), sound_products(k, v, shown=False):
         return attention_backward(q, k, v, g, flat(sink_bias), flat(cu_seqlens), scale, window, o, lse, do)
 
@@ -67,8 +69,8 @@ _attention = opaque(
     'fla::parallel_attn',
     schema=SCHEMA,
     forward=_forward,
-    fake=_fake,
-    backward=_backward,
+    fake=fake,
+    backward=backward,
     grads=('q', 'k', 'v', 'g', 'sink_bias'),
     intermediates=('lse',),
     devices=DEVICES,
