@@ -505,6 +505,18 @@ def test_explain_shows_the_timings_of_its_own_rule(monkeypatch):
     assert 'float32[128, 2] on cpu: b 5 ms, a 9 ms' in large
 
 
+def test_the_card_is_that_of_the_calls(monkeypatch):
+    cards = (Device('cuda', name='first'), Device('cuda', name='second'))
+    monkeypatch.setattr(
+        card, 'devices_of', lambda platform: cards if platform == 'cuda' else (Device(platform, name=platform),)
+    )
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 1)
+    assert [card.card('cuda', index) for index in (0, 1, None)] == ['cuda: first', 'cuda: second', 'cuda: second']
+    assert card.card('xpu', 3) == 'xpu: xpu'
+    monkeypatch.setattr(card, 'devices_of', lambda platform: ())
+    assert card.card('cuda') == 'no cuda device'
+
+
 def test_an_open_circuit_keeps_nobody_out(two):
     breaker(two.f, 'long').force_open()
     with on_error('fallback'):

@@ -27,7 +27,9 @@ def card(platform: str, index: int | None = None) -> str:
     found = devices_of(platform)
     if index is None and len(found) > 1:
         index = torch.cuda.current_device()  # only CUDA-like platforms list several
-    return f'{platform}: {found[index or 0].name}' if found else f'no {platform} device'
+    if not found:
+        return f'no {platform} device'
+    return f'{platform}: {found[index if index is not None and index < len(found) else 0].name}'
 
 
 def version_of(distribution: str) -> str | None:

@@ -70,7 +70,7 @@ class Condition:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text.strip():
             raise ConditionError(f'a condition is an expression such as "q.shape[1] >= 4096", got {self.text!r}')
-        object.__setattr__(self, 'meaning', ast.unparse(_parsed(self.text).tree))
+        object.__setattr__(self, 'meaning', _parsed(self.text).meaning)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -142,6 +142,7 @@ class _Parsed:
     """names: all parameters. values: those compared, or asked for truth, themselves."""
 
     tree: ast.expr
+    meaning: str
     names: tuple[str, ...]
     values: tuple[str, ...]
 
@@ -167,7 +168,7 @@ def _parsed(text: str) -> _Parsed:
         raise ConditionError(f'{text[:40]!r}...: {error}') from None
     if reader.refused:
         raise ConditionError(f'{text!r}: {"; ".join(reader.refused)}. A condition knows {GRAMMAR}')
-    return _Parsed(tree, tuple(dict.fromkeys(reader.names)), tuple(dict.fromkeys(reader.values)))
+    return _Parsed(tree, ast.unparse(tree), tuple(dict.fromkeys(reader.names)), tuple(dict.fromkeys(reader.values)))
 
 
 class _BareDtypes(ast.NodeTransformer):

@@ -236,18 +236,17 @@ def refuse_if_locked(policy: Policy, below: Sequence[Layer], *, of_call: bool) -
     Raises:
         DispatchError: names the lock, with its place.
     """
-    named = [key for key, _ in (*policy.order, *policy.lock)]
-    named += [glob for rule in policy.rules for glob in rule.ops if glob != '*']
+    named: list[tuple[str, tuple[str, ...] | None]] = [*policy.order, *policy.lock]
+    named += [(glob, None) for rule in policy.rules for glob in rule.ops if glob != '*']
     forces = bool(policy.use) and not of_call
     if policy.op and (policy.prefer or policy.rules or forces):
-        named.append(policy.op)
+        named.append((policy.op, None))
     for layer in below:
-        for name, tokens in layer.policy.lock:
-            if not forces and (name, tokens) in (*policy.order, *policy.lock):
-                continue  # the same
-            if (forces and not policy.op) or any(_speaks_of(key, name) for key in named):
+        for lock in layer.policy.lock:
+            others = [key for key, tokens in named if (key, tokens) != lock]  # the same order is no other one
+            if (forces and not policy.op) or any(_speaks_of(key, lock[0]) for key in others):
                 raise DispatchError(
-                    f'the order of {name!r} is locked by {layer.policy.place(f"lock.{name}", layer.source)}: only '
+                    f'the order of {lock[0]!r} is locked by {layer.policy.place(f"lock.{lock[0]}", layer.source)}: only '
                     f'use_backend() and bind(backend=...) may choose another backend'
                 )
 

@@ -317,8 +317,13 @@ def test_the_same_order_is_no_other_one(write, toy):
         set_policy(same)
         with policy_context(same):
             assert toy.ran() == 'c'
-    with pytest.raises(DispatchError, match='locked'):
-        set_policy(Policy(order={toy.op: ('default', 'c')}))
+    for other in (
+        Policy(order={toy.op: ('default', 'c')}),
+        Policy(lock={toy.op: ('c', 'default')}, rules=[{'ops': toy.op, 'use': 'a'}]),
+        Policy(lock={toy.op: ('c', 'default')}, order={f'{toy.op}.f': 'a'}),
+    ):
+        with pytest.raises(DispatchError, match='locked'):
+            set_policy(other)
 
 
 def test_only_what_a_scope_or_a_binding_forces_stands_above_a_lock(write, toy):
