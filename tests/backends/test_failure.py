@@ -776,6 +776,18 @@ def test_an_exception_that_cannot_say_what_it_is_moves_on_like_any_other(caplog)
         toy.ran()
 
 
+@pytest.mark.parametrize('parts', [None, 3, ['text']])
+def test_an_exception_with_an_attribute_like_that_of_a_group(parts):
+    class Odd(Exception):
+        exceptions = parts
+
+    toy = Toy()
+    toy.add('a', f=raising(Odd), retryable=(Odd,))
+    toy.add('b')
+    with on_error('fallback'):
+        assert toy.ran() == 'b'
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason='exception groups are new in Python 3.11')
 def test_a_group_that_holds_an_error_of_the_device_is_one():
     toy = Toy()

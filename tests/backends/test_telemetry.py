@@ -76,6 +76,8 @@ def test_served_and_raised():
     assert t.count(outcome='raised') == 1
     assert t.count(toy.f, 'default', 'served') == 1
     assert t.count(Toy().f) == 0
+    assert t.count(backend='triton', outcome='served') == t.count(backend='default') == 1
+    assert t.count(backend='flash_kda') == 0  # of an operation that nobody has loaded
     for wrong in (('other.f',), (None, 'none_such'), (None, None, 'srved')):
         with pytest.raises(UnknownNameError):
             t.count(*wrong)

@@ -95,7 +95,7 @@ class Condition:
         """As an expression of generated code. `bind(name, value)` gives a value a name there.
 
         Args:
-            device_type: what every tensor's is to be taken for.
+            device_type: what every tensor's is to be taken for, but for parameters named `…_cpu`.
             traced: for Dynamo, in which what Python answers with an exception may end the trace instead: a dimension that
                 is not there and, in torch 2.7, an attribute of None or None compared with a number.
         """
@@ -349,7 +349,7 @@ class _Emitter:
         if isinstance(node, (ast.Tuple, ast.List)):
             return f'({", ".join(map(self.operand, node.elts))},)'
         name, attribute = _attribute(node)
-        if attribute == 'device.type' and self.device_type is not None:
+        if attribute == 'device.type' and name is not None and self.device_type is not None and not name.endswith('_cpu'):
             return f'({self.bind("tensor", tensor)}({name}), {self.device_type!r})[1]'
         if not self.traced or name is None:
             return ast.unparse(node)

@@ -99,7 +99,9 @@ def _chain(error: BaseException, frame: FrameType | None = None) -> Iterator[Bas
             continue
         seen.add(id(one))
         yield one
-        pending += [one.__context__, one.__cause__, *getattr(one, 'exceptions', ())]
+        pending += [one.__context__, one.__cause__]
+        parts = getattr(one, 'exceptions', None)  # of a group; anybody else's attribute may hold anything
+        pending += [part for part in parts if isinstance(part, BaseException)] if isinstance(parts, (list, tuple)) else []
 
 
 def _is_traced(first: Any) -> bool:

@@ -156,7 +156,7 @@ class Layers(Names):
             self._config_draft = load.read(path)
             return self._config_draft.version()
         except (load.PolicyFileError, OSError, ImportError) as error:
-            known = self._config_version
+            known = self._file
             now = 'left out' if known is None else f'left out, {known.source} as it was read before is in force still'
             text = f'{self.environment.name("DISPATCH_CONFIG")}={path!r} is {now}: {error}'
             self._config_error = text
@@ -360,6 +360,7 @@ class Layers(Names):
                 if config is not None and os.path.abspath(config.source) == os.path.abspath(made.source):
                     self._config_version = made  # so that refresh() does not take it for news after a rollback()
             before, self._file = self._file, made
+            self._config_error = None  # there is a file that can be used
             self.push()
         return made, before is None or before.policy != made.policy
 
@@ -372,7 +373,7 @@ class Layers(Names):
         self.refuse_if_frozen('unload the policy file')
         self.state()
         with lock:
-            self._file = self._config_version = None
+            self._file = self._config_version = self._config_error = None
             self.push()
         self.policy_changed()
 
@@ -394,7 +395,8 @@ class Layers(Names):
     def set_measured(self, policy: Policy | None, source: str = '') -> None:
         """Set or take away the lowest layer, which is what was measured (see `measure`)."""
         self.refuse_if_frozen('change what was measured')
-        self.warn_in_baseline('what was measured')
+        if policy is not None:
+            self.warn_in_baseline('what was measured')
         self.state()
         with lock:
             self._measured = Layer(policy, source) if policy is not None else None

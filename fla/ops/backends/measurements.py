@@ -82,7 +82,7 @@ class Measurements:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file; whoever reads it meanwhile sees the old one or the new one."""
-        target = Path(path)
+        target = Path(path).expanduser()
         draft = target.with_name(f'{target.name}.{os.getpid()}')
         try:
             draft.write_text(json.dumps(self.to_dict(), indent=1) + '\n', encoding='utf-8')
@@ -110,7 +110,7 @@ def read(path: str | os.PathLike[str]) -> Measurements:
     problems: list[str] = []
     try:
         content = json.loads(
-            Path(path).read_text(encoding='utf-8-sig'), object_pairs_hook=functools.partial(_object, problems)
+            Path(path).expanduser().read_text(encoding='utf-8-sig'), object_pairs_hook=functools.partial(_object, problems)
         )
     except (ValueError, RecursionError) as error:
         raise MeasurementError(f'{path} is not JSON as measure() writes it: {error}') from None

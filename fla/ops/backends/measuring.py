@@ -80,10 +80,11 @@ def measure(
         return owner, listed
 
     def measured() -> Measurements:
-        if path is not None and Path(path).is_dir():
+        target = None if path is None else Path(path).expanduser()
+        if target is not None and target.is_dir():
             raise IsADirectoryError(errno.EISDIR, 'path has to be a file to write to, this is a folder', str(path))
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise FileNotFoundError(errno.ENOENT, 'there is no such folder to write to', str(Path(path).parent))
+        if target is not None and not target.absolute().parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, 'there is no such folder to write to', str(target.parent))
         return _measure(listed, warmup, repeats, margin, progress, owner)
 
     owner, listed = ranks.all_do('measure', checked)
@@ -218,11 +219,10 @@ def _measure(
     for call in _shown(calls) if progress else calls:
         entry = entry_of(call.func)
         try:
-            entry.signature.signature.bind(*call.args, **call.keywords)
+            bound = entry.signature.signature.bind(*call.args, **call.keywords)
         except TypeError as error:
             raise TypeError(f'a call of {entry.key}: {error}') from None
         state = owner.state_without_measured()
-        state = state if entry.own is None else state.above(entry.own)
         # a backend whose circuit is open now may be the quickest when it is closed again
         state = state.above(Layer(Policy(on_error='raise'), 'measure()'))
         decision = explain_entry(entry, call.args, call.keywords, None, state)
@@ -232,7 +232,6 @@ def _measure(
         if not serious:
             raise MeasurementError(f'{entry.key}: nobody serves this call, so that there is nothing to measure\n{decision}')
         packages |= {p for name in serious if (p := by_name[name].package_name)}
-        bound = entry.signature.signature.bind(*call.args, **call.keywords)
         bound.apply_defaults()
         device = next((x.device for x in bound.arguments.values() if isinstance(x, torch.Tensor)), torch.device('cpu'))
         if device.type == 'meta':

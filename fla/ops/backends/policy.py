@@ -213,6 +213,9 @@ class Policy:
                 f'{nearest(self.on_error, ON_ERROR) if isinstance(self.on_error, str) else ""}'
             )
         put(self, 'breaker', as_settings(self.breaker))
+        twice = sorted({name for name, _ in self.order} & {name for name, _ in self.lock})
+        if twice:
+            raise ValueError(f'order and lock both have {", ".join(map(repr, twice))}; a lock is an order, so leave one out')
         if self.use and self.lock:
             raise ValueError('use and lock say who runs in one policy, and use would win: leave one out')
         if self.op is not None and (not isinstance(self.op, str) or not self.op.strip()):

@@ -223,7 +223,8 @@ def overruled(
 
 def _orders_by_name(policy: Policy, operation: str, function: str) -> bool:
     """Whether a policy orders this function among few, rather than all there are."""
-    globs = [glob for rule in policy.rules for glob in rule.ops if glob != '*' and covers(glob, operation, function)]
+    rules = [rule for rule in policy.rules if rule.concerns(operation, function)]
+    globs = [glob for rule in rules for glob in rule.ops if not _is_everything(glob)]
     exclusive = policy.listed(operation, function), policy.locked(operation, function)[1]
     if globs or policy.use or exclusive != (None, None):
         return True
@@ -237,7 +238,7 @@ def refuse_if_locked(policy: Policy, below: Sequence[Layer], *, of_call: bool) -
         DispatchError: names the lock, with its place.
     """
     named: list[tuple[str, tuple[str, ...] | None]] = [*policy.order, *policy.lock]
-    named += [(glob, None) for rule in policy.rules for glob in rule.ops if glob != '*']
+    named += [(glob, None) for rule in policy.rules for glob in rule.ops if not _is_everything(glob)]
     forces = bool(policy.use) and not of_call
     if policy.op and (policy.prefer or policy.rules or forces):
         named.append((policy.op, None))
@@ -248,10 +249,17 @@ def refuse_if_locked(policy: Policy, below: Sequence[Layer], *, of_call: bool) -
                 raise DispatchError(
                     f'the order of {lock[0]!r} is locked by {layer.policy.place(f"lock.{lock[0]}", layer.source)}: only '
                     f'use_backend() and bind(backend=...) may choose another backend'
+                    f'{"; use without op speaks of every function" if forces and not policy.op else ""}'
                 )
 
 
 def _speaks_of(glob: str, name: str) -> bool:
     """Whether a glob and the name of an operation or function have a function in common."""
     of_glob, of_name = glob.rpartition('.')[0], name.rpartition('.')[0]
-    return any(fnmatch.fnmatchcase(*pair) for pair in ((name, glob), (name, of_glob), (of_name, glob)))
+    # `kda.*` speaks of functions of the operation `kda`; the star of `k*.f` is that of an operation's name
+    of_operation = of_glob.count('.') == name.count('.') and fnmatch.fnmatchcase(name, of_glob)
+    return of_operation or fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(of_name, glob)
+
+
+def _is_everything(glob: str) -> bool:
+    return set(glob) <= {'*', '.'}

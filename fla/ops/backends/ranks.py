@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from fla.ops.backends.errors import DispatchError
+from fla.ops.backends.errors import DispatchError, plain_text
 
 T = TypeVar('T')
 
@@ -39,7 +39,7 @@ class Ranks:
 
         failed, result = _outcome(step)
         told: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(told, failed and _text(failed), group=self.group)
+        dist.all_gather_object(told, None if failed is None else plain_text(failed), group=self.group)
         self._raise(what, failed, told)
         return cast('T', result)
 
@@ -50,7 +50,7 @@ class Ranks:
         import torch.distributed as dist
 
         failed, result = _outcome(step) if self.own == 0 else (None, None)
-        box = [failed and _text(failed), result]
+        box = [None if failed is None else plain_text(failed), result]
         dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
         self._raise(what, failed, box[:1])
         return cast('T', box[1])
@@ -71,7 +71,3 @@ def _outcome(step: Callable[[], T]) -> tuple[BaseException | None, T | None]:
         return None, step()
     except BaseException as error:  # an interrupt, too: the other ranks have to learn of it
         return error, None
-
-
-def _text(error: BaseException) -> str:
-    return f'{type(error).__name__}: {error}'

@@ -33,6 +33,7 @@ from fla.ops.backends.breaker import CLOSED, HALF_OPEN, OPEN, in_capture
 from fla.ops.backends.dispatcher import Dispatcher, owner_of
 from fla.ops.backends.errors import DispatchError, unknown_name
 from fla.ops.backends.locking import lock
+from fla.ops.backends.policy import normalise
 
 if TYPE_CHECKING:
     from fla.ops.backends.entry import Entry
@@ -101,7 +102,7 @@ class Telemetry:
         if isinstance(pending, bool) or not isinstance(pending, int) or pending < 1:
             raise ValueError(f'pending must be a whole number from 1, got {pending!r}')
         self.timing, self.dispatcher = timing, owner_of(dispatcher)
-        self.dropped = 0
+        self.dropped = self._times_cleared = 0
         self._most_pending = pending
         self._calls: dict[tuple[str, str, str], int] = {}
         self._timings: dict[tuple[str, str, str], Histogram] = {}
@@ -140,7 +141,8 @@ class Telemetry:
         """Count from zero."""
         with lock:
             self._calls, self._timings, self.dropped = {}, {}, 0
-            self._pending = deque()  # another: what `collect` is reading at this moment does not come back
+            self._pending = deque()
+            self._times_cleared += 1  # what `collect` is reading at this moment does not come back
 
     # -- called for generated code ------------------------------------------------------------------------------------
 
@@ -174,9 +176,8 @@ class Telemetry:
         if not self._pending or in_capture():
             return len(self._pending)
         with lock:
-            mine: deque[tuple[str, str, Any, Any]] = deque()
-            waiting = self._pending
-            self._pending = mine
+            waiting, self._pending = self._pending, deque()
+            begun = self._times_cleared
         done = []
         still: deque[tuple[str, str, Any, Any]] = deque()
         try:
@@ -188,10 +189,10 @@ class Telemetry:
                     still.append((function, backend, start, end))
         finally:
             with lock:
-                if self._pending is mine:  # else it counts from zero meanwhile
+                if self._times_cleared == begun:
                     for function, backend, seconds in done:
                         self._timing(function, backend, CUDA).add(seconds)
-                    mine.extendleft(reversed(still + waiting))
+                    self._pending.extendleft(reversed(still + waiting))
         return len(self._pending)
 
     def after_fork_in_child(self) -> None:
@@ -210,18 +211,18 @@ class Telemetry:
 
         if callable(function):
             function = entry_of(function).key
-        wanted = function, backend, outcome
+        name = None if backend is None else normalise(backend)
         with lock:
             calls = list(self._calls.items())
         if function is not None and not any(function == key[0] for key, _ in calls):
             self.dispatcher.entry(function)
-        if backend is not None and not any(backend == key[1] for key, _ in calls):
-            known = {'default', 'none', *(known.backend_type for known in self.dispatcher.backends())}
-            if backend not in known:
-                raise unknown_name('backend', backend, known)
+        if name is not None and name != 'none' and not any(name == normalise(key[1]) for key, _ in calls):
+            self.dispatcher.check_tokens((name,), function)
         if outcome is not None and outcome not in OUTCOMES:
             raise unknown_name('outcome', outcome, OUTCOMES)
-        return sum(n for key, n in calls if all(w in (None, k) for w, k in zip(wanted, key, strict=True)))
+        wanted = function, name, outcome
+        named = [((key[0], normalise(key[1]), key[2]), n) for key, n in calls]
+        return sum(n for key, n in named if all(w in (None, k) for w, k in zip(wanted, key, strict=True)))
 
     def snapshot(self) -> dict[str, Any]:
         """Everything as JSON-ready values: `calls`, `timings`, `breakers`, `pending` and `dropped` timings."""

@@ -31,10 +31,13 @@ def read_regular(path: str) -> bytes:
         OSError: if it cannot be read, or is a pipe or a device, which might never end.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, 'O_NONBLOCK', 0) | getattr(os, 'O_BINARY', 0))
-    with open(descriptor, 'rb') as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, 'a policy file is a regular file, this is not', path)
-        return file.read()
+        with open(descriptor, 'rb', closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

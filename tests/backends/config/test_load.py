@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pickle
 import textwrap
 
@@ -15,6 +16,7 @@ from fla.ops.backends import (
     NoBackendError,
     Policy,
     PolicyFileError,
+    Rule,
     UnknownNameError,
     breaker,
     default_dispatcher,
@@ -34,6 +36,7 @@ from fla.ops.backends import (
     use_backend,
     watch_policy,
 )
+from fla.ops.backends.precedence import Layer, refuse_if_locked
 from tests.backends.toy import Toy
 
 pytest.importorskip('yaml')
@@ -276,6 +279,37 @@ def test_the_file_stands_below_code_and_environment(write, toy, monkeypatch):
     assert get_policy() == Policy(prefer='a')
 
 
+def test_a_folder_is_no_policy_file_and_leaves_nothing_open(tmp_path):
+    before = len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else 0
+    for _ in range(20):
+        with pytest.raises(OSError, match='regular file'):
+            load_policy(tmp_path)
+    if before:
+        assert len(os.listdir('/proc/self/fd')) <= before + 2
+
+
+def test_what_yaml_reads_as_text_is_no_odd_number(write, toy):
+    toy.add('010', priority=0)
+    assert read_policy(write('prefer: ["010"]')).prefer == read_policy(write('prefer: [!!str 010]')).prefer == ('010',)
+
+
+@pytest.mark.parametrize('ops', ['*', '*.*'])
+def test_a_rule_for_all_functions_is_no_order_of_a_locked_one(write, toy, ops):
+    load_policy(write('lock: {TOY: [c]}'))
+    set_policy(Policy(rules=[{'ops': ops, 'use': 'reference'}]))
+    assert toy.ran() == 'c'
+
+
+def test_a_rule_for_other_functions_of_like_operations_is_not_held_up(write, toy):
+    load_policy(write('lock: {TOY.f: [c]}'))
+    other = Toy()
+    set_policy(Policy(rules=[{'ops': f'{other.op}*.f', 'use': 'default'}]))
+    policy = Policy(rules=[Rule(('kda*.chunk_kda',), ('reference',))])
+    refuse_if_locked(policy, (Layer(Policy(lock={'kdax.f': 'a'}), 'a file'),), of_call=False)
+    with pytest.raises(DispatchError, match='locked by a file'):
+        refuse_if_locked(policy, (Layer(Policy(lock={'kda.chunk_kda': 'a'}), 'a file'),), of_call=False)
+
+
 LOCKED_OUT = [
     lambda op: Policy(prefer='a', op=op),
     lambda op: Policy(order={f'{op}.f': 'a'}),
@@ -396,10 +430,15 @@ def test_a_bad_file_and_strict_leave_a_way_out(write, toy, monkeypatch):
     for _ in range(2):
         with pytest.raises(DispatchError, match='is left out'):
             toy.ran()
-    unload_policy()
     set_policy(Policy(prefer='c'))  # changes go through all the same
-    write('prefer: b')
+    with pytest.raises(DispatchError, match='is left out'):
+        toy.ran()
+    load_policy(write('prefer: b', 'good.yaml'))
+    assert toy.ran() == 'c'
     refresh()
+    with pytest.raises(DispatchError, match='as it was read before is in force still'):
+        toy.ran()
+    unload_policy()
     assert toy.ran() == 'c'
 
 

@@ -22,7 +22,7 @@ from fla.ops.backends.trace import Trace
 from fla.utils.devices import platform_of_type
 
 if TYPE_CHECKING:
-    from fla.ops.backends.explain import Decision
+    from fla.ops.backends.explain import CandidateReport, Decision
 
 Calls = Trace | str | os.PathLike[str] | Mapping[str, Any] | Iterable[Record | Mapping[str, Any]]
 
@@ -105,7 +105,7 @@ def diff_policy(
         except Exception as error:  # a check that looks at values, which a record has not; a call that was a bad one
             found.append(PolicyChange(record.function, str(record), times, None, None, problem=error_text(error)))
             continue
-        blind = [c for c in (*before.candidates, *after.candidates) if c.verdict == 'bug']
+        blind = [c for decision in (before, after) for c in _asked(decision) if c.verdict == 'bug']
         if blind:  # most likely it looks at values, which a record has not
             problem = f'{blind[0].name}: {format_reason(blind[0].reason)}'
             found.append(PolicyChange(record.function, str(record), times, None, None, problem=problem))
@@ -113,6 +113,12 @@ def diff_policy(
             sides = before.winner, after.winner, before.order, after.order
             found.append(PolicyChange(record.function, str(record), times, *sides))
     return found
+
+
+def _asked(decision: Decision) -> list[CandidateReport]:
+    """The candidates that decided: up to the one that won."""
+    names = [c.name for c in decision.candidates]
+    return list(decision.candidates[: names.index(decision.winner)] if decision.winner in names else decision.candidates)
 
 
 def _state(owner: Dispatcher, policy: Policy | str | os.PathLike[str] | None, name: str) -> State:

@@ -77,6 +77,7 @@ def needed() -> Any:
     return yaml
 
 
+_NUMBERS = ('tag:yaml.org,2002:int', 'tag:yaml.org,2002:float')
 _ODD_NUMBER = re.compile(r'(?P<sixty>[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)|(?P<eight>[-+]?0[0-7_]+)')
 
 # Of a text that is JSON: what YAML 1.1 reads otherwise. Whitespace counts outside of strings alone.
@@ -137,7 +138,7 @@ class _Reader:
             return self._mapping(node, place)
         if node.id == 'sequence':
             return [self.plain(item, (*place, i)) for i, item in enumerate(node.value)]
-        if node.style is None and (found := _ODD_NUMBER.fullmatch(node.value)):
+        if node.tag in _NUMBERS and (found := _ODD_NUMBER.fullmatch(node.value)):
             base = 60 if found.lastgroup == 'sixty' else 8
             self.errors.add((line, f'{node.value!r} is a number to the base of {base} in YAML; write quotes, or its value'))
             return UNREAD
