@@ -27,7 +27,8 @@ def place_of(pid, table, cu_seqlens, T, HEADS: tl.constexpr, SIZE: tl.constexpr,
         head = pid // count % HEADS
         row = pid // (count * HEADS) * count + count - 1 - pid % count
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
-    return head, batch, n, c * SIZE, start, end - start
+    # heads may be the outer dimension of what is read: a head's stride is then a sequence long
+    return tl.cast(head, tl.int64), batch, n, c * SIZE, start, end - start
 
 
 @triton.jit
