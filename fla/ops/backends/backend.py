@@ -53,7 +53,7 @@ def format_reason(reason: Reason) -> str:
 def _shown(value: Any) -> str:
     try:
         return str(value)
-    except Exception:  # as above
+    except Exception:  # a value that cannot say what it is must not end the call either
         return f'<{type(value).__name__}>'
 
 

@@ -168,7 +168,7 @@ class Breaker:
     def _refuses(self) -> float | None:
         """None if a call might probe now, else the seconds until one might (infinite if it was forced open).
 
-        Also asked without the lock, so `_probe` is read first: it is set last, and cleared first.
+        Without the lock that is a first look: whoever may probe asks again under it.
         """
         if self.forced:
             return math.inf

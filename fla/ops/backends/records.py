@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Flags are these, and None; a dtype is written {'dtype': 'bfloat16'}.
 _PLAIN = (bool, int, float, str, type(None))
-_WANTS = 'calls is a trace(), its JSON, the path of such JSON, or a list of records'
+WANTS = 'calls is a trace(), its JSON, the path of such JSON, or a list of records'
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,22 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready values; what is at its default from `strides` on is left out."""
-        made = asdict(self)
-        made['tensors'] = {n: {'dtype': d, 'shape': list(s), 'device': v} for n, (d, s, v) in self.tensors.items()}
-        made['flags'] = {n: {'dtype': _name(v)} if isinstance(v, torch.dtype) else v for n, v in self.flags.items()}
-        made['strides'] = {n: list(s) for n, s in self.strides.items()}
-        made['requires_grad'], made['lost'] = list(self.requires_grad), list(self.lost)
-        unsaid = {'strides': {}, 'requires_grad': [], 'grad_mode': True, 'lost': []}
-        return {name: value for name, value in made.items() if name not in unsaid or value != unsaid[name]}
+        made: dict[str, Any] = {
+            'function': self.function,
+            'backend': self.backend,
+            'tensors': {n: {'dtype': d, 'shape': list(s), 'device': v} for n, (d, s, v) in self.tensors.items()},
+            'flags': {n: {'dtype': _name(v)} if isinstance(v, torch.dtype) else v for n, v in self.flags.items()},
+            'compiled': self.compiled,
+        }
+        if self.strides:
+            made['strides'] = {n: list(s) for n, s in self.strides.items()}
+        if self.requires_grad:
+            made['requires_grad'] = list(self.requires_grad)
+        if not self.grad_mode:
+            made['grad_mode'] = False
+        if self.lost:
+            made['lost'] = list(self.lost)
+        return made
 
     def arguments(self, device_of: Mapping[str, str] | None = None) -> dict[str, Any]:
         """What the call was made with, its tensors new and of unknown content.
@@ -142,7 +151,7 @@ def read(told: Any, number: int) -> Record:
     if isinstance(told, Record):
         return told
     if not isinstance(told, Mapping):
-        raise TypeError(f'{_WANTS}; calls[{number}] is {told!r:.80}')
+        raise TypeError(f'{WANTS}; calls[{number}] is {told!r:.80}')
     reader = _Reader(told, number)
     known = ('function', 'backend', 'tensors', 'flags', 'compiled', 'strides', 'requires_grad', 'grad_mode', 'lost')
     unknown = [key for key in told if key not in known]

@@ -17,7 +17,7 @@ from fla.ops.backends.errors import UnknownNameError, error_text
 from fla.ops.backends.explain import explain_entry
 from fla.ops.backends.policy import Policy
 from fla.ops.backends.precedence import State
-from fla.ops.backends.records import Record, read
+from fla.ops.backends.records import WANTS, Record, read
 from fla.ops.backends.trace import Trace
 from fla.utils.devices import platform_of_type
 
@@ -157,7 +157,7 @@ def _records(calls: Any) -> list[Record]:
             raise ValueError(f'calls is the JSON of a trace(), with "records"; this has {said}')
         content = content['records']
     if isinstance(content, str) or not isinstance(content, Iterable):
-        raise TypeError(f'calls is a trace(), its JSON, the path of such JSON, or a list of records; got {content!r:.80}')
+        raise TypeError(f'{WANTS}; got {content!r:.80}')
     return [read(told, number) for number, told in enumerate(content)]
 
 
