@@ -46,7 +46,12 @@ def without_autocast(device: torch.device) -> Iterator[bool]:
 
 def autocast_is_on(device_type: str) -> bool:
     """Whether it is on. A meta tensor's device knows none, and asking for it raises."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
+@torch.compiler.assume_constant_result  # Dynamo of PyTorch 2.11 cannot trace the question
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
 
 
 def _outside_autocast(run: Callable[..., Triple], tensors: tuple[torch.Tensor | None, ...]) -> Triple:
