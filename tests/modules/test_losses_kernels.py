@@ -67,6 +67,23 @@ def test_large_logits():
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize('smoothing', [0.0, 0.1])
+def test_what_is_left_of_one_class(smoothing):
+    """The square of the logit: nothing of it is lost beside what cancels, nor where the cap is linear, or flat."""
+    sizes = torch.logspace(-5, 1.4, 60)
+    logits, target = torch.cat([sizes, -sizes])[:, None].requires_grad_(), torch.zeros(120, dtype=torch.int64)
+    exact = logits.detach().double().requires_grad_()
+    for cap in (None, 3.0):
+        options = {'label_smoothing': smoothing, 'logit_scale': 0.7, 'lse_square_scale': 1e-3, 'logit_softcapping': cap}
+        losses, z_losses = on_triton(cross_entropy_loss, logits, target, **options)
+        v = exact * 0.7 if cap is None else cap * (exact * 0.7 / cap).tanh()
+        expected = 1e-3 * v[:, 0].square()
+        (got,), (wanted,) = torch.autograd.grad(losses.sum(), logits), torch.autograd.grad(expected.sum(), exact)
+        for a, b in ((expected, losses), (expected, z_losses), (wanted, got)):
+            assert ((b - a) / a).abs().max() <= bounds.EXACT[torch.float32]
+
+
+@pytest.mark.interpreted
 def test_infinite_logits_and_targets_that_are_none():
     logits = torch.randn(3, 40)
     logits[0, 5:30] = -float('inf')
@@ -269,6 +286,8 @@ def test_compiles(capability, classes, dtype):
         scaled(logits, losses[0])
     print(*compiled, sep='\n')
     assert all(one.spilled <= 16 for one in compiled)
+    # a product that is rounded only after the maximum was subtracted is not that of which it is the maximum
+    assert all('fma.rn.f32' not in one.kernel.asm['ptx'] for one in compiled if one.name != '_scaled')
 
 
 SHARDED = """

@@ -18,21 +18,27 @@ from fla.ops.common.triton_call import on_device_of
 
 @triton.jit
 def _tanh(y):
-    """Without losing small values: 1 - 2 / (e^2y + 1) is off by 6e-8 of 1, not of y."""
+    """tanh and its derivative, without losing small values of either: 1 - e^-2y is off by 6e-8 of 1, not of y, and so is
+    1 - tanh^2 of its result."""
     square = y * y
     series = 62.0 / 2835 + square * (-1382.0 / 155925)
     series = 2.0 / 15 + square * (-17.0 / 315 + square * series)
     series = y + y * square * (-1.0 / 3 + square * series)
-    # e^2y overflows to the right limit
-    return tl.where(square < 0.0625, series, 1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))
+    decay = tl.exp(-2.0 * tl.abs(y))
+    large = (1.0 - decay) / (1.0 + decay)
+    slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+    return tl.where(square < 0.0625, series, tl.where(y < 0, -large, large)), slope
 
 
 @triton.jit
 def _transformed(x, scale, cap, CAPPED: tl.constexpr):
+    """A logit after scale and cap, and the derivative of the cap."""
     v = x.to(tl.float32) * scale
+    slope = 1.0
     if CAPPED:
-        v = cap * _tanh(v / cap)
-    return v
+        v, slope = _tanh(v / cap)
+        v = cap * v
+    return v, slope
 
 
 @triton.jit(do_not_specialize=['target_row', 'classes', 'first', 'ignore_index'])
@@ -78,7 +84,7 @@ def _forward(
     for start in range(0, tl.where(ignored, 0, V), BLOCK):
         col = start + tl.arange(0, BLOCK)
         inside = col < V
-        v = _transformed(tl.load(at + col, mask=inside, other=0.0), scale, cap, CAPPED)
+        v, _ = _transformed(tl.load(at + col, mask=inside, other=0.0), scale, cap, CAPPED)
         if SMOOTHED:
             total += tl.sum(tl.where(inside, v, 0.0))
         v = tl.where(inside, v, -float('inf'))
@@ -90,7 +96,7 @@ def _forward(
     log_s = tl.log(s)
     local = wanted - first
     here = (local >= 0) & (local < V) & ~ignored
-    picked = _transformed(tl.load(at + local, mask=here, other=0.0), scale, cap, CAPPED)
+    picked, _ = _transformed(tl.load(at + local, mask=here, other=0.0), scale, cap, CAPPED)
     if PARTIAL:
         loss = tl.where(here, picked, 0.0)
         z_loss = total
@@ -145,14 +151,15 @@ def _backward(
         log_s = tl.load(log_sum + row)
         known = (wanted >= 0) & (wanted < classes)
         d = tl.where(known, tl.load(dlosses + row * d_row).to(tl.float32) * scale, float('nan'))
-        v = _transformed(tl.load(logits + row * row_stride + col, mask=inside, other=0.0), scale, cap, CAPPED)
+        v, slope = _transformed(tl.load(logits + row * row_stride + col, mask=inside, other=0.0), scale, cap, CAPPED)
         p = tl.exp(v - m - log_s)
-        gradient = p * (1.0 + 2.0 * lse_square * (m + log_s))
-        gradient -= tl.where(col == wanted - first, 1.0 - smoothing, 0.0)
+        wished = tl.where(col == wanted - first, 1.0 - smoothing, 0.0)
         if SMOOTHED:
-            gradient -= smoothing / classes
+            wished += smoothing / classes
+        # the difference first: of a row that is learnt, the z-loss may be all that is left
+        gradient = (p - wished) + p * (2.0 * lse_square * (m + log_s))
         if CAPPED:
-            gradient *= (1.0 - v / cap) * (1.0 + v / cap)
+            gradient *= slope
         tl.store(out, (gradient * d).to(dlogits.dtype.element_ty), mask=inside)
 
 
@@ -162,6 +169,10 @@ def _scaled(x, factor, y, count, BLOCK: tl.constexpr):
     inside = at < count
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
     tl.store(y + at, values.to(y.dtype.element_ty), mask=inside)
+
+
+# x scale - m in one operation is not 0 for the maximum m, which was rounded: a row without doubt would have a loss.
+_ROUNDED = {'enable_fp_fusion': False}
 
 
 @dataclass(frozen=True)
@@ -206,6 +217,7 @@ def launch_forward(
                 *options.numbers,
                 *(options.logit_softcapping != 0, options.label_smoothing != 0, partial, block),
                 num_warps=warps,
+                **_ROUNDED,
             )
     return losses, z_losses, maximum, log_sum
 
@@ -232,6 +244,7 @@ def launch_backward(
             *options.numbers,
             *(options.logit_softcapping != 0, options.label_smoothing != 0, block),
             num_warps=warps,
+            **_ROUNDED,
         )
 
 
