@@ -80,9 +80,9 @@ _HALF = {
 # the worst row of the reference in float32, in five draws of the grid
 _CANCELLED = 1.3e-5
 
-# The worst row of dq and dk that `tests.ops.attn.emulated` makes in float32 in five draws of the cases of attention's tests:
-# behind strong decays. They are differences; without such decays it is 1.0e-5.
-_ATTENTION_CANCELLED = 6.9e-5
+# The worst row of dq and dk that `tests.ops.attn.emulated` makes in float32 in five draws of the cases of attention's tests
+# on a GPU. They are differences.
+_ATTENTION_CANCELLED = 3.5e-5
 
 GATE_FLOOR, GATE_ROW_FLOOR = 1e-3, 1e-2
 
@@ -116,13 +116,13 @@ def off_grid(name: str, operands: torch.dtype, emulated: tuple[float, float]) ->
 
 def of_attention(name: str, operands: torch.dtype, emulated: tuple[float, float]) -> tuple[float, float]:
     """Bounds of the relative RMS and of the worst row of 'o' or 'd' + a parameter of attention. In half precision from what
-    `tests.ops.attn.emulated` makes at most on the same call, in five draws of the gradient of o; where that is nothing,
-    another order of sums may make some."""
+    `tests.ops.attn.emulated` makes at most on the same call, in five draws of the gradient of o, but no less than those of
+    float32: sums are taken in it."""
     if operands in EXACT:
         row = 1.5 * _ATTENTION_CANCELLED if operands == torch.float32 and name in ('dq', 'dk') else EXACT[operands]
         return EXACT[operands], row
-    least = EXACT[torch.float64]
-    return max(least, 1.5 * emulated[0]), max(least, 1.5 * emulated[1])
+    rms, row = of_attention(name, torch.float32, emulated)
+    return max(rms, 1.5 * emulated[0]), max(row, 1.5 * emulated[1])
 
 
 def of_norm(dtype: torch.dtype) -> float:
