@@ -7,20 +7,20 @@ from collections.abc import Callable
 
 import torch
 
-# about 4 ms on a Hopper: longer than any call here takes to launch
-_HEAD_START = 7_000_000
+# of a Hopper's clock
+_CYCLES_A_MS = 1_750_000
 
 
-def gpu_ms(function: Callable[[], object], repeats: int = 30) -> float:
+def gpu_ms(function: Callable[[], object], repeats: int = 30, head_start_ms: float = 4.0) -> float:
     """Median of the time that the GPU takes, from a cold cache, with everything launched before it starts: what launching
-    costs is `wall_ms`."""
+    costs is `wall_ms`. The head start is to be longer than launching takes."""
     for _ in range(3):
         function()
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
     flush = torch.empty(64 << 20, dtype=torch.int32, device='cuda')
     for start, end in zip(starts, ends, strict=True):
         flush.zero_()
-        torch.cuda._sleep(_HEAD_START)
+        torch.cuda._sleep(int(head_start_ms * _CYCLES_A_MS))
         start.record()
         function()
         end.record()

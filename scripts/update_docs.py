@@ -180,6 +180,34 @@ def _attention(result: Result) -> str:
     )
 
 
+def qwen3_next(results: list[Result]) -> str:
+    """Times of transformers' Qwen3-Next on GPUs."""
+    return '\n\n'.join(_qwen3_next(result) for result in results) or _nothing('benchmarks/qwen3_next.py')
+
+
+def _qwen3_next(result: Result) -> str:
+    """A row that was refused says so; one of a process that ended has no phase."""
+    versions = result['versions']
+    stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
+    rows = []
+    for row in result['rows']:
+        backend = row['backend'] + (', modules too' if row.get('modules') else '')
+        named = [row.get('phase'), ', '.join(map(str, row.get('shape', ()))), backend]
+        times = [f'{row[key]:.2f}' if key in row else '' for key in ('gpu_ms', 'wall_ms', 'graph_gpu_ms', 'graph_wall_ms')]
+        if 'refused' in row:
+            times[:2] = ['refused', 'refused']
+        if 'graph_refused' in row:
+            times[2:] = ['refused', 'refused']
+        peak = f'{row["peak_mib"]:.0f}' if 'peak_mib' in row else ''
+        errors = ', '.join(f'{name} {error:.1e}' for name, error in row.get('errors', {}).items())
+        rows.append([*named, *times, peak, errors])
+    head = ['', 'B, T', 'linear attention by', 'GPU ms', 'wall ms', 'graph: GPU ms', 'graph: wall ms', 'peak MiB', 'errors']
+    return (
+        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
+        f'{versions["triton"]}, transformers {versions["transformers"]}.{stopped}\n\n' + table(head, rows)
+    )
+
+
 def _bandwidth(row: Result, name: str) -> list[str]:
     if f'{name}_ms' not in row:
         return ['refused', '', '']
@@ -226,6 +254,7 @@ PARTS: dict[str, tuple[str | None, Callable[..., str]]] = {
     'delta-rules': ('delta_rules', delta_rules),
     'modules': ('modules', modules),
     'attention': ('attention', attention),
+    'qwen3-next': ('qwen3_next', qwen3_next),
 }
 
 

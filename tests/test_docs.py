@@ -89,6 +89,36 @@ def test_times_of_modules(update_docs, tmp_path):
     assert 'stopped before its end' in text
 
 
+def test_times_of_qwen3_next(update_docs, tmp_path):
+    """Who serves, eager and in a graph; what was refused is said, also by a process that ended."""
+    page = tmp_path / 'page.md'
+    page.write_text('<!-- generated: qwen3-next -->\n<!-- end -->\n', encoding='utf-8')
+    assert 'python benchmarks/qwen3_next.py' in update_docs.updated(page, results=tmp_path)
+    row = {'phase': 'decode', 'shape': [32, 1024], 'backend': 'this package', 'modules': True}
+    times = {'gpu_ms': 1.25, 'wall_ms': 9.5, 'peak_mib': 100.4, 'errors': {'logits': 5e-3}}
+    result = {
+        'benchmark': 'qwen3_next',
+        'card': 'a GPU',
+        'cores': 16,
+        'versions': {'torch': '2.11', 'triton': '3.6.0', 'python': '3.12', 'transformers': '5.17'},
+        'command': 'python benchmarks/qwen3_next.py',
+        'complete': True,
+        'rows': [
+            {**row, **times, 'graph_gpu_ms': 1.125, 'graph_wall_ms': 1.5},
+            {**row, **times, 'modules': False, 'graph_refused': 'it waits'},
+            {**row, 'backend': 'flash-linear-attention', 'refused': 'not here'},
+            {'backend': 'flash-linear-attention', 'refused': 'ended'},
+        ],
+    }
+    (tmp_path / 'qwen3_next.json').write_text(json.dumps(result), encoding='utf-8')
+    text = update_docs.updated(page, results=tmp_path)
+    named = '| decode | 32, 1024 |'
+    assert f'{named} this package, modules too | 1.25 | 9.50 | 1.12 | 1.50 | 100 | logits 5.0e-03 |' in text
+    assert f'{named} this package | 1.25 | 9.50 | refused | refused | 100 | logits 5.0e-03 |' in text
+    assert f'{named} flash-linear-attention, modules too | refused | refused |  |  |  |  |' in text
+    assert '|  |  | flash-linear-attention | refused | refused |' in text
+
+
 def test_unknown_part_is_an_error(update_docs, tmp_path):
     page = tmp_path / 'page.md'
     page.write_text('<!-- generated: weather -->\n<!-- end -->\n', encoding='utf-8')

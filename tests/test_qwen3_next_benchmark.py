@@ -1,0 +1,111 @@
+"""benchmarks/qwen3_next.py on a CPU: who runs what, the errors, and a process for FLA (this package stands for it)."""
+
+import argparse
+import importlib
+import json
+import sys
+
+import pytest
+import torch
+
+from tests import markdown
+
+pytest.importorskip('transformers.models.qwen3_next', reason="needs transformers 5: pip install -e '.[clients]'")
+SCRIPT = markdown.ROOT / 'benchmarks' / 'qwen3_next.py'
+OURS, FLA, ALONE = 'this package', 'flash-linear-attention', 'transformers'
+RUNS = {
+    'prefill': 'gated_delta_rule.chunk_gated_delta_rule',
+    'train': 'gated_delta_rule.chunk_gated_delta_rule',
+    'decode': 'gated_delta_rule.fused_recurrent_gated_delta_rule',
+}
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    benchmark = importlib.import_module('qwen3_next')
+    monkeypatch.setattr(benchmark, 'STEPS', 3)
+    return benchmark
+
+
+@pytest.fixture
+def run(benchmark, tmp_path, capsys):
+    """Prefill with FLA in this folder: the rows, which are printed one by one."""
+
+    def prefill(fla):
+        path = tmp_path / 'folder' / 'qwen3_next.json'
+        benchmark.main(['--dry', '--only=prefill', '--json', str(path), '--fla', str(fla)])
+        result = json.loads(path.read_text(encoding='utf-8'))
+        assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == result['rows']
+        assert result['complete']
+        assert str(fla) not in json.dumps(result)
+        assert result['command'] == 'python benchmarks/qwen3_next.py --only prefill --fla fla-core --dry'
+        return result['rows']
+
+    return prefill
+
+
+def test_every_phase(benchmark):
+    rows = list(benchmark.rows(OURS, list(benchmark.CASES), dry=True))
+    assert len(rows) == 5 * 3
+    of = {(row['phase'], tuple(row['shape']), row['backend']): row for row in rows if not row['modules']}
+    assert len(of) == 5 * 2
+    for row in rows:
+        assert not [key for key in row if key.endswith('refused')], row
+        assert row['wall_ms'] > 0
+        base = of[row['phase'], tuple(row['shape']), ALONE]
+        assert row['weights'] == base['weights']
+        assert row['errors'].keys() == base['errors'].keys()
+        for name, error in row['errors'].items():
+            # rounding to bfloat16 is all there is on a CPU, the same within chance
+            assert 0 < error < max(1.5 * base['errors'][name], 1e-2 if name == 'loss' else 0), row
+        ran, serves = row['ran'], row['serves']
+        expected = {}
+        if row['backend'] == OURS:
+            expected[f'{RUNS[row["phase"]]}: reference'] = 3
+        if row['modules']:
+            convolution = 'causal_conv1d_update' if row['phase'] == 'decode' else 'causal_conv1d'
+            expected |= {f'modules.{convolution}: reference': 3, 'modules.rms_norm_gated: reference': 3}
+        assert ran == expected
+        assert serves['torch_chunk_gated_delta_rule'].startswith('fla.' if row['backend'] == OURS else 'transformers.')
+        assert serves['norm'].startswith('fla.' if row['modules'] else 'transformers.')
+
+
+@pytest.mark.slow
+def test_process_for_fla(run):
+    """The same weights there, and its rows behind ours."""
+    rows = run(markdown.ROOT)
+    theirs = [row for row in rows if row['backend'] == FLA]
+    assert rows[-4:] == theirs
+    assert [(row['shape'], row['modules']) for row in theirs] == [
+        (shape, modules) for shape in ([1, 80], [2, 40]) for modules in (False, True)
+    ]
+    assert all('errors' in row for row in theirs)
+    assert {row['weights'] for row in rows} == {theirs[0]['weights']}
+
+
+def test_without_fla(run, tmp_path):
+    """What cannot be imported makes rows that say so, and the rest of the run stands."""
+    (tmp_path / 'fla').mkdir()
+    (tmp_path / 'fla' / '__init__.py').write_text('raise ImportError("no kernels here")\n', encoding='utf-8')
+    refused = [row for row in run(tmp_path) if 'refused' in row]
+    assert [row['backend'] for row in refused] == [FLA] * 4
+    assert all('did not find' in row['refused'] and 'no kernels here' in row['refused'] for row in refused)
+
+
+def test_process_that_ends(benchmark, monkeypatch):
+    """Where nothing can be said row by row, one row says it."""
+
+    def ended(*_):
+        yield {'backend': FLA, 'phase': 'decode'}
+        sys.exit('ended with status 1')
+
+    monkeypatch.setattr(benchmark, 'fla_rows', ended)
+    options = argparse.Namespace(dry=True, only=None, fla='folder')
+    assert list(benchmark.of_fla(options))[1] == {'backend': FLA, 'refused': 'ended with status 1'}
+
+
+def test_without_a_gpu(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    benchmark.main([])
+    assert 'needs a GPU' in capsys.readouterr().out
