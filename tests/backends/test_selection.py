@@ -650,6 +650,33 @@ def test_probe(answer, usable, word):
     assert [device.platform for device in asked] == ['cpu']
 
 
+@pytest.mark.parametrize('compiled', [False, True])
+def test_what_is_off_is_not_probed(monkeypatch, compiled):
+    """A probe may import a package and compile for minutes."""
+    asked = []
+    toy = Toy()
+    toy.add('a', env_var='FLA_TOY_A', default_enable=False, probe=lambda self, device: not asked.append(device))
+    f = torch.compile(toy.f, fullgraph=True, backend='eager') if compiled else toy.f
+
+    def serves(name):
+        return toy.names[int(f(Q, Q).max())] == name
+
+    assert serves('default')
+    assert explain(toy.f, Q, Q)['a'].verdict == 'disabled'
+    with deny_backends('a'):
+        monkeypatch.setenv('FLA_TOY_A', '1')
+        assert serves('default')
+        monkeypatch.delenv('FLA_TOY_A')
+    assert not asked
+    for value, name in (('1', 'a'), ('0', 'default'), ('true', 'a'), ('1', 'a')):
+        monkeypatch.setenv('FLA_TOY_A', value)
+        assert serves(name)
+    monkeypatch.delenv('FLA_TOY_A')
+    with use_backend('a'):
+        assert serves('a')
+    assert len(asked) == 1
+
+
 # -- devices, as far as this machine can pretend ---------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fla.ops.backends.availability import capability_verdict
 from fla.ops.backends.backend import DEFAULT_PRIORITY, REFERENCE_PRIORITY, BaseBackend, Reason, Verdict
 from fla.ops.backends.policy import arrange, matches
 from fla.ops.backends.precedence import Boost, Conditional, Effective, Verb
@@ -244,7 +245,7 @@ def _candidate(signature: Signature, member: Member, policy: Effective, platform
     backend = member.backend
     wished = policy.prefer is not None and _is_named(policy.prefer, backend)
     wished = wished or (policy.only is not None and _is_named(policy.only, backend))
-    out, tests = _availability(signature, member, platform, facts)
+    out, tests = _availability(signature, member, platform, facts, lambda: _is_off(policy, backend, facts))
     gate = None
     overridden = _overridden(policy, backend, facts) if out is None and policy.use is not None else ''
     if out is None and policy.use is None:
@@ -254,10 +255,23 @@ def _candidate(signature: Signature, member: Member, policy: Effective, platform
             if not (gate.variables or gate.ask) or policy.env is not None:
                 out = None if gate.is_on else ('disabled', gate.says_off, gate.source)
                 gate = None
+            elif not (gate.is_on or gate.ask) and overrides(backend, 'probe'):
+                # not probed while it is off: whatever switches it on makes the function plan again
+                gate = replace(gate, on=())
     if out is None:
         tests += (*_declared_tests(signature, backend), *_missing_tests(signature, member))
     boosts = tuple(f'{b.amount:+g} by {b.source}' for b in _boosts(policy, member))
     return Candidate(member, out, gate, tests, wished, policy.use is None, overridden, boosts)
+
+
+def _is_off(policy: Effective, backend: BaseBackend, facts: Facts) -> bool:
+    """Whether no call can reach the backend before somebody changes the policy or its toggle."""
+    if policy.use is not None:
+        return False
+    if _filtered(policy, backend) is not None:
+        return True
+    gate = facts.gate(backend)
+    return not gate.is_on and gate.ask is None
 
 
 def _overridden(policy: Effective, backend: BaseBackend, facts: Facts) -> str:
@@ -290,9 +304,10 @@ def _filtered(policy: Effective, backend: BaseBackend) -> tuple[str, Reason, str
 
 
 def _availability(
-    signature: Signature, member: Member, platform: str, facts: Facts
+    signature: Signature, member: Member, platform: str, facts: Facts, is_off: Callable[[], bool]
 ) -> tuple[tuple[str, Reason, str] | None, tuple[Test, ...]]:
-    """Why a member is out on this platform, or the tests that tell this platform's devices apart."""
+    """Why a member is out on this platform, or the tests that tell this platform's devices apart. What is off is not
+    probed, which may import a package and compile for minutes."""
     backend = member.backend
     if member.unusable is not None:
         return ('unavailable', member.unusable, member.origin), ()
@@ -311,14 +326,15 @@ def _availability(
         return ('unavailable', f'runs on {", ".join(allowed)}; {first!r} is on {platform}', 'devices'), ()
     if not _depends_on_device(backend) or platform == 'meta':
         return None, ()
-    return _per_device(backend, platform, facts)
+    ask = capability_verdict if overrides(backend, 'probe') and is_off() else facts.device
+    return _per_device(backend, platform, facts, ask)
 
 
 def _per_device(
-    backend: BaseBackend, platform: str, facts: Facts
+    backend: BaseBackend, platform: str, facts: Facts, ask: Callable[[BaseBackend, Device], Verdict]
 ) -> tuple[tuple[str, Reason, str] | None, tuple[Test, ...]]:
     devices = facts.devices(platform) or (Device(platform),)
-    verdicts = {device.index: facts.device(backend, device) for device in devices}
+    verdicts = {device.index: ask(backend, device) for device in devices}
     bad = {index: reason for index, (usable, reason) in verdicts.items() if not usable}
     if not bad:
         return None, ()
