@@ -7,6 +7,9 @@ import torch
 from fla.ops.common.gates import wide
 from fla.ops.common.reference import without_autocast
 
+# A decay that leaves nothing of a key, -inf among them, of which there are no differences.
+STRONGEST = -1e5
+
 
 def visible(
     q: torch.Tensor, k: torch.Tensor, window_size: int | None = None, cu_seqlens: torch.Tensor | None = None
@@ -22,6 +25,14 @@ def visible(
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), key.to(cu_seqlens.dtype), right=True)
         seen = seen & (sequence == sequence[:, None])
     return seen
+
+
+def decays(g: torch.Tensor) -> torch.Tensor:
+    """What a score of each step and each earlier one adds, `[B, HQ, T, T]`. Sums are differences of sums from the first step
+    on, which in float32 would lose the last digits of weak decays: they are in float64, where a device has it."""
+    exact = torch.float32 if g.device.type == 'mps' else torch.float64
+    total = g.transpose(1, 2).to(exact).clamp(min=STRONGEST).cumsum(-1)
+    return total[..., :, None] - total[..., None, :]
 
 
 def naive_parallel_attn(
@@ -49,8 +60,7 @@ def naive_parallel_attn(
         keys, values = (wide(x).transpose(1, 2).repeat_interleave(groups, 1) for x in (k, v))
         scores = queries @ keys.transpose(-1, -2)
         if g is not None:
-            decay = wide(g).transpose(1, 2).cumsum(-1)
-            scores = scores + decay[..., :, None] - decay[..., None, :]
+            scores = scores + decays(g).to(scores.dtype)
         scores = scores.masked_fill(~visible(q, k, window_size, cu_seqlens), -torch.inf)
         if sink_bias is None:
             weights = scores.softmax(-1)

@@ -28,7 +28,8 @@ def parallel_attn(
         q: `[B, T, HQ, K]`, float16, bfloat16, float32 or float64, K at most 256.
         k: `[B, S, H, K]`; v: `[B, S, H, V]`, the dtype of q; HQ a multiple of H: query head i reads head i // (HQ // H). S
             is T, or more in decoding: the queries are the last T of S steps.
-        g: log decay `[B, T, HQ]`, at most 0, the dtype of q or float32; needs S == T.
+        g: log decay `[B, T, HQ]`, at most 0, the dtype of q or float32; needs S == T. What is below -1e5, such as -inf,
+            counts as that: nothing is left of earlier steps.
         scale: of the scores. Default: K ** -0.5.
         window_size: how many steps a query sees, itself the last; None: all.
         cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1; needs S == T.

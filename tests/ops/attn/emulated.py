@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fla.ops.attn.naive import visible
+from fla.ops.attn.naive import decays, visible
 
 
 class _Flash(torch.autograd.Function):
@@ -24,8 +24,7 @@ class _Flash(torch.autograd.Function):
         keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
         scores = queries @ keys.transpose(2, 3) * scale
         if g is not None:
-            decay = g.double().cumsum(1).transpose(1, 2)
-            scores = scores + (decay[..., :, None] - decay[..., None, :]).float()
+            scores = scores + decays(g).float()
         scores = scores.masked_fill(~seen, -torch.inf)
         top = scores.amax(-1, keepdim=True)
         sink = None if sink_bias is None else sink_bias.float()[:, None, None]

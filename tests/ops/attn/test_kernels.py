@@ -59,6 +59,8 @@ def test_decays(strength):
     check('default', given)
     given['g'][:, 5:40] *= 1e-3
     check('default', given)
+    given['g'][0, 20] = -torch.inf
+    check('default', given)
 
 
 def test_sinks_that_are_not_there():

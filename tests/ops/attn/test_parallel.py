@@ -9,7 +9,7 @@ from fla.ops.attn.naive import naive_parallel_attn
 from fla.ops.attn.parallel import parallel_attn as same
 from fla.ops.backends import NoBackendError, explain, trace, use_backend
 from tests import bounds
-from tests.ops.attn.attention import BF16, FP16, FP32, FP64, bounds_of, inputs
+from tests.ops.attn.attention import BF16, FP16, FP32, FP64, bounds_of, check, inputs
 from tests.ops.vendors import fakes
 
 CU = torch.tensor([0, 0, 1, 9, 24])
@@ -231,3 +231,26 @@ def test_bad_calls(change, kind, message):
     for backend in ('reference', 'sdpa'):
         with use_backend(backend, op='attn'), pytest.raises(kind, match=message):
             parallel_attn(**{**inputs(), **change})
+
+
+@pytest.mark.parametrize('dtype', [FP32, BF16], ids=['fp32', 'bf16'])
+def test_weak_decays_behind_strong_ones(dtype):
+    """Sums of 25,000 in float32 would be off by 1e-3, and as much the decays of the last steps."""
+    given = inputs('g', dtype=dtype, batch=1, length=600, heads=2, kv_heads=1)
+    given['g'] = given['g'].float()
+    given['g'][:, :500] -= 50
+    given['g'][:, 500:] *= 1e-3
+    check('reference', given)
+
+
+def test_a_decay_of_everything():
+    """What is before it is not seen; the rest is as if the sequence began there."""
+    given = inputs('g', dtype=FP64, batch=1)
+    given['g'][:, 10] = -torch.inf
+    leaves = {n: x.requires_grad_() for n, x in given.items()}
+    o = parallel_attn(**leaves)
+    torch.testing.assert_close(o[:, :10], parallel_attn(**{n: x[:, :10] for n, x in given.items()}))
+    torch.testing.assert_close(o[:, 10:], parallel_attn(**{n: x[:, 10:] for n, x in given.items()}))
+    assert all(x.isfinite().all() for x in torch.autograd.grad(o.sum(), list(leaves.values())))
+    given['g'].data[:, 12] = torch.nan
+    assert parallel_attn(**given)[:, 12:].isnan().all()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fla.ops.attn import naive
 from fla.ops.common.kernels.layout import chunk_of, sequence_span
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+STRONGEST = tl.constexpr(naive.STRONGEST)
 
 
 @triton.jit
@@ -76,7 +78,8 @@ def decay_sums(g, sums, T, plane, g_b, g_t, g_h, HQ: tl.constexpr, BLOCK: tl.con
     total = tl.zeros([], tl.float64)
     for first in range(0, T, BLOCK):
         t = first + tl.arange(0, BLOCK)
-        block = tl.load(g + t.to(tl.int64) * g_t, mask=t < T, other=0.0).to(tl.float64) * LOG2_E
+        block = tl.load(g + t.to(tl.int64) * g_t, mask=t < T, other=0.0).to(tl.float64)
+        block = tl.where(block < STRONGEST, STRONGEST, block) * LOG2_E
         running = total + tl.cumsum(block, 0)
         total += tl.sum(block, 0)
         high = running.to(tl.float32)
