@@ -49,7 +49,8 @@ def autocast_is_on(device_type: str) -> bool:
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
-@torch.compiler.assume_constant_result  # Dynamo of PyTorch 2.11 cannot trace the question
+# Dynamo of PyTorch 2.11 cannot trace the question
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
