@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,9 @@ def errors(op: str, dim: int, backward: bool) -> dict[str, float]:
     return {name: relative(ours, exact) for name, ours, exact in zip(names, *found, strict=True) if ours is not None}
 
 
-def chunked(op: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """One shape: times in ms, peak memory of forward and backward in MiB beyond the inputs. None: refused."""
+def chunked(op: str, shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """One shape: times in ms, peak memory of forward and backward in MiB beyond the inputs; all so far, when there is more:
+    a package that tunes itself may take longer over the rest than there is time."""
     call = function_of(op, 'chunk')
     args = inputs(op, *shape)
     do = torch.randn_like(args[2])
@@ -88,14 +90,16 @@ def chunked(op: str, shape: tuple[int, ...]) -> dict[str, Any]:
             torch.cuda.synchronize()
         except Exception as refused:
             row[f'{name}_refused'] = f'{type(refused).__name__}: {refused}'.splitlines()[0][:300]
+            yield row
             continue
         row[f'{name}_first_s'] = time.perf_counter() - began
         row[f'{name}_ms'] = gpu_ms(wanted)
         row[f'{name}_wall_ms'] = wall_ms(wanted, calls=20, rounds=5)
         row[f'{name}_peak_mib'] = peak_mib(wanted)
+        yield row
     if 'forward_ms' in row:
         row['errors'] = errors(op, shape[-1], backward='both_ms' in row)
-    return row
+        yield row
 
 
 def decoding(op: str, batch: int, heads: int = 16, dim: int = 128) -> dict[str, Any]:
@@ -135,7 +139,8 @@ def rows(backends: list[str] | None, ops: list[str], shapes: list[tuple[int, ...
         for backend in backends or BACKENDS[op]:
             with only(backend, op):
                 for shape in shapes:
-                    yield {'op': op, 'backend': backend, 'shape': shape, **chunked(op, shape)}
+                    for row in chunked(op, shape):
+                        yield {'op': op, 'backend': backend, 'shape': [*shape], **row}
                 if backend not in ('default', FLA):
                     continue
                 for batch in DECODE:
@@ -179,6 +184,8 @@ def main() -> None:
     }
 
     def add(row: dict[str, Any]) -> None:
+        if result['rows'] and is_more_of(row, result['rows'][-1]):
+            result['rows'].pop()
         result['rows'].append(row)
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
         if options.json:
@@ -193,6 +200,10 @@ def main() -> None:
     result['complete'] = True
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + '\n')
+
+
+def is_more_of(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(row.get(name) == other.get(name) for name in ('op', 'backend', 'shape', 'decode'))
 
 
 def command(options: argparse.Namespace) -> str:
