@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Nothing is to be fetched, whatever a model would like.
-os.environ['HF_HUB_OFFLINE'] = '1'
+# Nothing is to be fetched, whatever a model would like, and no kernel of a third party is to run.
+os.environ |= {'HF_HUB_OFFLINE': '1', 'USE_HUB_KERNELS': '0'}
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
@@ -21,8 +21,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 # One period of the layers of Qwen3-Next-80B-A3B, at its widths, which are the config's defaults. Ten experts are active for
 # a token there, of 512; here they are all there is, so that no token takes another way because of a rounding. The
 # vocabulary is a fifth as large.
-SIZES = {'num_hidden_layers': 4, 'num_experts': 10, 'num_experts_per_tok': 10, 'vocab_size': 32768}
-TINY = {
+SIZES: dict[str, Any] = {'num_hidden_layers': 4, 'num_experts': 10, 'num_experts_per_tok': 10, 'vocab_size': 32768}
+TINY: dict[str, Any] = {
     'vocab_size': 97,
     'hidden_size': 64,
     'num_hidden_layers': 4,
@@ -49,7 +49,7 @@ CACHE = 'cache' if 'cache' in inspect.signature(modeling.Qwen3NextForCausalLM.fo
 Model = Any
 
 
-def build(sizes: dict[str, int], device: str) -> Model:
+def build(sizes: dict[str, Any], device: str) -> Model:
     """The same weights in each process on the same device: bfloat16, made where they stay."""
     torch.manual_seed(0)
     with torch.device(device):
