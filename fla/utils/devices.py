@@ -154,8 +154,16 @@ def is_npu(device: torch.device | int | str | None = None) -> bool:
     return hasattr(torch, 'npu') and bool(torch.npu.is_available())
 
 
-# Shared memory a thread block may use, in KiB, by the names kernels are tuned for.
+# Shared memory a thread block may use, in KiB, by the names kernels are tuned for. Capability 8.6, 8.9 and 12.x has that of
+# `ada`, 8.0 and 8.7 of `ampere`, 9.x and 10.x of `hopper`.
 _SHARED_MEMORY = {'ada': 99, 'ampere': 163, 'hopper': 227, 'blackwell': 227}
+
+
+def shared_memory_of(capability: tuple[int, int] | None) -> int:
+    """Bytes of shared memory that a thread block may use at a compute capability; for None, the least of any."""
+    large = capability is not None and capability[0] in (9, 10)
+    name = 'hopper' if large else 'ampere' if capability in ((8, 0), (8, 7)) else 'ada'
+    return _SHARED_MEMORY[name] * 1024
 
 
 def check_shared_mem(arch: str = 'ampere', device: int | None = None) -> bool:

@@ -16,7 +16,7 @@ from fla.ops.common.compile_ahead import compiled_together, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import layout_of
 from fla.ops.common.triton_call import in_rows
-from fla.utils.devices import capability_of
+from fla.utils.devices import capability_of, shared_memory_of
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -147,11 +147,11 @@ class _Rule:
     """Block sizes, warps and stages: chosen to fit into shared memory and to spill little, measured on no card yet."""
 
     def __init__(self, q: torch.Tensor, v: torch.Tensor) -> None:
-        major, minor = capability_of(q.device) or (0, 0)
+        capability = capability_of(q.device)
+        major = capability[0] if capability else 0
         # products in fp32 are three, and take three times the registers
         wide = q.element_size() > 2
-        # 99 KiB of shared memory a block (8.6, 8.9, 12.x), not 163 (8.0) or 227 (9.0, 10.x)
-        small = major not in (9, 10) and (major, minor) not in ((8, 0), (8, 7))
+        small = shared_memory_of(capability) < shared_memory_of((8, 0))
         dim = max(_block(q.shape[3]), _block(v.shape[3]))
         if wide:
             size, warps = (16, 4) if dim > 128 else (32, 4)

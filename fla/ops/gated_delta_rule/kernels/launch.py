@@ -20,7 +20,7 @@ from fla.ops.common.kernels.state_backward import states_backward
 from fla.ops.common.triton_call import in_rows
 from fla.ops.gated_delta_rule.kernels.backward import finish_gates, finish_heads, recompute, through, within
 from fla.ops.gated_delta_rule.kernels.forward import outputs, prepare
-from fla.utils.devices import capability_of
+from fla.utils.devices import capability_of, shared_memory_of
 
 CHUNK = 64
 
@@ -318,11 +318,11 @@ class _Rule:
     """
 
     def __init__(self, x: torch.Tensor, dim_k: int, dim_v: int) -> None:
-        major, minor = capability_of(x.device) or (0, 0)
+        capability = capability_of(x.device)
+        major = capability[0] if capability else 0
         # products in fp32 are three, and take three times the registers
         wide = x.element_size() > 2
-        # 99 KiB of shared memory a block (8.6, 8.9, 12.x), not 163 (8.0) or 227 (9.0, 10.x)
-        small = major not in (9, 10) and (major, minor) not in ((8, 0), (8, 7))
+        small = shared_memory_of(capability) < shared_memory_of((8, 0))
         block = 32 if wide else 64
         self.block_k = min(block, triton.next_power_of_2(max(dim_k, 16)))
         self.block_v = min(block, triton.next_power_of_2(max(dim_v, 16)))

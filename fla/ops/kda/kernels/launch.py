@@ -21,7 +21,7 @@ from fla.ops.common.kernels.state import states_forward
 from fla.ops.common.kernels.state_backward import states_backward
 from fla.ops.kda.kernels.backward import channels_backward, heads_backward, outputs_backward, pairs_backward
 from fla.ops.kda.kernels.forward import outputs, prepare, prepare_by_halves
-from fla.utils.devices import capability_of
+from fla.utils.devices import capability_of, shared_memory_of
 
 SIZE = 64
 
@@ -562,7 +562,8 @@ def _block(width: int, most: int) -> int:
 
 def _state_block(k: torch.Tensor, V: int) -> int:
     """Value columns of one program of the recurrence, which keeps `[K, columns]` in registers."""
-    return _block(V, 32 if _wide(k) or _shared_memory(k.device) < 163 * 1024 else 64)
+    small = _shared_memory(k.device) < shared_memory_of((8, 0))
+    return _block(V, 32 if _wide(k) or small else 64)
 
 
 def _state_warps(k: torch.Tensor) -> int:
@@ -588,7 +589,4 @@ def _stages_with_outputs(k: torch.Tensor, V: int) -> int:
 
 def _shared_memory(device: torch.device) -> int:
     """Bytes that one block may use."""
-    capability = capability_of(device) or (0, 0)
-    if capability[0] in (9, 10):
-        return 227 * 1024
-    return (163 if capability in ((8, 0), (8, 7)) else 99) * 1024
+    return shared_memory_of(capability_of(device))
