@@ -96,7 +96,11 @@ def _convolve(
             for w in tl.static_range(W - 1):
                 row = tl.load(weight + d * w_d + w * w_w, mask=d < D, other=0.0).to(tl.float32)[None, :]
                 mask = there & (step < W - 1 - w)[:, None]
-                place = state + (n * s_n + tl.maximum(step + w + 1, 0) * s_w)[:, None] + d[None, :] * s_d
+                place = (
+                    state
+                    + (n * s_n + tl.maximum(step + w + 1, 0).to(tl.int64) * s_w)[:, None]
+                    + d[None, :].to(tl.int64) * s_d
+                )
                 acc += row * tl.load(place, mask=mask, other=0.0).to(tl.float32)
     acc = _activated(acc, SILU)
     if HAS_RESIDUAL:
@@ -136,7 +140,7 @@ def _last_steps(
     place = x + (start + step).to(tl.int64)[:, None] * x_t + d[None, :]
     last = tl.load(place, mask=there & (step >= 0)[:, None], other=0.0).to(tl.float32)
     if HAS_STATE:
-        place = state + n * s_n + (tl.maximum(W + step, 0) * s_w)[:, None] + d[None, :] * s_d
+        place = state + n * s_n + (tl.maximum(W + step, 0).to(tl.int64) * s_w)[:, None] + d[None, :].to(tl.int64) * s_d
         last += tl.load(place, mask=there & (step < 0)[:, None], other=0.0).to(tl.float32)
     place = final + (n * D + d)[None, :] * W + w[:, None]
     tl.store(place, last.to(final.dtype.element_ty), mask=there)
@@ -336,7 +340,11 @@ def _walk(
                 tap = tl.where((step >= W - 1 - w)[:, None], window[w], 0.0)
                 if HAS_STATE:
                     if w < W - 1:
-                        place = state + (n * s_n + tl.maximum(step + w + 1, 0) * s_w)[:, None] + d[None, :] * s_d
+                        place = (
+                            state
+                            + (n * s_n + tl.maximum(step + w + 1, 0).to(tl.int64) * s_w)[:, None]
+                            + d[None, :].to(tl.int64) * s_d
+                        )
                         mask = there & (step < W - 1 - w)[:, None]
                         tap += tl.load(place, mask=mask, other=0.0).to(tl.float32)
                 pre += column[w] * tap
@@ -366,7 +374,7 @@ def _walk(
                     end = _bound(cu_seqlens, n + 1, T, own)
                 last = W - (end - ended)
                 kept = out & ((last >= 0) & (last < W))[:, None]
-                place = dfinal + (n * f_n + last * f_w)[:, None] + d[None, :] * f_d
+                place = dfinal + (n * f_n + last.to(tl.int64) * f_w)[:, None] + d[None, :].to(tl.int64) * f_d
                 total += tl.load(place, mask=kept, other=0.0).to(tl.float32)
             place = dx + (b * T + ended)[:, None] * D + d[None, :]
             tl.store(place, total.to(dx.dtype.element_ty), mask=out)
@@ -418,7 +426,7 @@ def _state_gradient(
     if PACKED:
         start = _bound(cu_seqlens, n, T, True)
         end = _bound(cu_seqlens, n + 1, T, True)
-    channel = d[None, :]
+    channel = d[None, :].to(tl.int64)
     length = tl.zeros_like(channel) + (end - start)
     # the gradients of the steps that read the state, before the activation
     early = ()
@@ -431,7 +439,7 @@ def _state_gradient(
                 there = (channel < D) & (t < length)
                 pre += column[w] * tl.load(place, mask=there, other=0.0).to(tl.float32)
             else:
-                place = state + n * s_n + channel * s_d + (W + t) * s_w
+                place = state + n * s_n + channel * s_d + tl.cast(W + t, tl.int64) * s_w
                 pre += column[w] * tl.load(place, mask=channel < D, other=0.0).to(tl.float32)
         there = (channel < D) & (step < length)
         g = tl.load(dy + (start + step).to(tl.int64) * dy_t + channel, mask=there, other=0.0).to(tl.float32)
@@ -613,7 +621,7 @@ def _update(
     if HAS_BIAS:
         acc += tl.load(bias + d * bias_d, mask=mask, other=0.0).to(tl.float32)
     for w in tl.static_range(W - 1):
-        past = past + (tl.load(place + (w + 1) * c_w, mask=mask, other=0.0),)
+        past = past + (tl.load(place + tl.cast(w + 1, tl.int64) * c_w, mask=mask, other=0.0),)
         acc += tl.load(weight + d * w_d + w * w_w, mask=mask, other=0.0).to(tl.float32) * past[w].to(tl.float32)
     acc += tl.load(weight + d * w_d + (W - 1) * w_w, mask=mask, other=0.0).to(tl.float32) * now.to(tl.float32)
     acc = _activated(acc, SILU)
@@ -623,8 +631,8 @@ def _update(
     # everything is read before anything is written over
     tl.debug_barrier()
     for w in tl.static_range(W - 1):
-        tl.store(place + w * c_w, past[w], mask=mask)
-    tl.store(place + (W - 1) * c_w, now.to(cache.dtype.element_ty), mask=mask)
+        tl.store(place + tl.cast(w, tl.int64) * c_w, past[w], mask=mask)
+    tl.store(place + tl.cast(W - 1, tl.int64) * c_w, now.to(cache.dtype.element_ty), mask=mask)
 
 
 def _strides(x: torch.Tensor | None, count: int) -> tuple[int, ...]:

@@ -75,10 +75,11 @@ def _rotate(
     x += b.to(tl.int64)[:, None] * x_b + t.to(tl.int64)[:, None] * x_t + h[:, None] * x_h
     y += b.to(tl.int64)[:, None] * y_b + t.to(tl.int64)[:, None] * y_t + h[:, None] * y_h
 
-    col = tl.arange(0, BLOCK_HALF)[None, :]
+    # in 64 bits, as channels may be the outer dimension of x
+    col = tl.arange(0, BLOCK_HALF)[None, :].to(tl.int64)
     inside = live[:, None] & (col < HALF)
     if INTERLEAVED:
-        pair = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        pair = tl.arange(0, 2 * BLOCK_HALF)[None, :].to(tl.int64)
         pair_inside = live[:, None] & (pair < 2 * HALF)
         both = tl.load(x + pair * x_d, mask=pair_inside, other=0.0)
         first, second = tl.split(tl.reshape(both, (ROWS, BLOCK_HALF, 2)))
@@ -86,7 +87,7 @@ def _rotate(
         first = tl.load(x + col * x_d, mask=inside, other=0.0)
         second = tl.load(x + (col + HALF) * x_d, mask=inside, other=0.0)
     if REST > 0:
-        more = tl.arange(0, BLOCK_REST)[None, :]
+        more = tl.arange(0, BLOCK_REST)[None, :].to(tl.int64)
         more_inside = live[:, None] & (more < REST)
         kept = tl.load(x + (more + 2 * HALF) * x_d, mask=more_inside, other=0.0)
 
