@@ -17,6 +17,7 @@ class _OnTriton(runs_on_triton):
 
 def _check_swiglu(x: torch.Tensor, y: torch.Tensor) -> None:
     check_floating(x=x, y=y)
+    check_dims('x', x, 1, '[..., D]')
     check_same('y', y, 'x', x)
 
 
@@ -25,7 +26,7 @@ def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """`silu(x) y`, in at least float32 and rounded once.
 
     Args:
-        x, y: tensors of one shape and dtype: float16, bfloat16, float32 or float64.
+        x, y: `[..., D]`, tensors of one shape and dtype: float16, bfloat16, float32 or float64.
 
     Returns:
         A tensor like x.

@@ -189,7 +189,7 @@ class RotaryEmbedding(nn.Module):
         """With a row for each step of one sequence, or of all sequences."""
         if cos.shape[0] == x.shape[1]:
             return rotary_embedding(x, cos, sin, self.interleaved)
-        packed = rotary_embedding(x.reshape(1, -1, *x.shape[2:]), cos, sin, self.interleaved)
+        packed = rotary_embedding(x.flatten(0, 1)[None], cos, sin, self.interleaved)
         return packed.reshape(x.shape)
 
     def extra_repr(self) -> str:

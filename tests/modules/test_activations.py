@@ -45,6 +45,7 @@ def test_linear_under_autocast():
 @pytest.mark.parametrize(
     ('call', 'kind', 'message'),
     [
+        (lambda x: swiglu(x[0, 0], x[0, 0]), ValueError, r'x must be \[..., D\]'),
         (lambda x: swiglu(x, x[0]), ValueError, 'y must be shaped like x'),
         (lambda x: swiglu(x, x.double()), TypeError, 'y must have the dtype of x'),
         (lambda x: swiglu(x.int(), x), TypeError, 'x must be float16'),

@@ -21,7 +21,7 @@ from fla.ops.common.triton_call import DEVICES, on_device_of
 @triton.jit
 def _place(D, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The rows and columns of a program: neighbouring programs share rows."""
-    across = tl.cdiv(D, BLOCK)
+    across = (D - 1) // BLOCK + 1  # D may be close to the end of 32 bits
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     col = (program % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -176,7 +176,8 @@ def _linear_backward(
     needs_input_grad: tuple[bool, ...],
 ) -> Any:
     needs_x, needs_y, needs_weight, needs_bias = needs_input_grad
-    rows = do.reshape(-1, do.shape[-1])
+    (out, D), count = weight.shape, do.shape[:-1].numel()
+    rows = do.reshape(count, out)
     dx = dy = dweight = None
     with without_autocast(x.device):
         z = torch.empty(x.shape, dtype=weight.dtype, device=x.device) if needs_weight else None
@@ -185,7 +186,7 @@ def _linear_backward(
         elif needs_weight:
             z = _launch_forward(x, y, weight.dtype)
         if z is not None:
-            dweight = rows.t() @ z.view(-1, weight.shape[1])
+            dweight = rows.t() @ z.view(count, D)
         dbias = rows.sum(0) if bias is not None and needs_bias else None
     return dx if needs_x else None, dy if needs_y else None, dweight, dbias
 

@@ -369,7 +369,7 @@ def linear_cross_entropy(
     now = torch.is_grad_enabled() and reduction != 'none' and x.dtype != torch.float16
     cap = 0.0 if logit_softcapping is None else float(logit_softcapping)
     loss: torch.Tensor = _linear_cross_entropy(
-        x.reshape(-1, x.shape[-1]),
+        x.flatten(0, -2),
         target.reshape(-1),
         weight,
         bias,

@@ -49,7 +49,7 @@ class ReferenceConvolution:
         activation: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert weight is not None  # checked
-        now = x.reshape(-1, x.shape[-1], 1)
+        now = x.flatten(0, -2)[..., None]
         inputs = torch.cat([cache[..., 1:], now.to(cache.dtype)], -1)
         # what goes into the sum is x, not x as the cache rounds it
         taps = [*(inputs[..., w] for w in range(weight.shape[1] - 1)), now[..., 0]]

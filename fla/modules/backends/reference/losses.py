@@ -90,7 +90,7 @@ class ReferenceLosses:
         num_chunks: int = 8,  # of the logits, which are whole here
         reduction: str = 'mean',
     ) -> torch.Tensor:
-        logits = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        logits = F.linear(x.flatten(0, -2), weight, bias)
         losses, _ = self.cross_entropy_loss(
             logits, target.reshape(-1), label_smoothing, logit_scale, 0.0, logit_softcapping, ignore_index
         )
