@@ -219,8 +219,8 @@ def _backward(
     b = _parameter(bias, first, col, D, 0.0)
     dw = tl.zeros((ROWS, BD), tl.float32)
     db = tl.zeros((ROWS, BD), tl.float32)
-    for start in tl.range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = (start + tl.arange(0, ROWS).to(tl.int64))[:, None]
+    for start in tl.range(tl.program_id(0).to(tl.int64) * ROWS, count, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (start + tl.arange(0, ROWS))[:, None]
         inside = (row < count) & (col < D)
         out = row * (D * GROUPS) + first + col
         s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside)
@@ -285,8 +285,7 @@ def _backward_long(
     in the cache."""
     first = tl.program_id(1) * D
     sums = tl.program_id(0).to(tl.int64) * (D * GROUPS) + first
-    for place in range(tl.program_id(0), count, tl.num_programs(0)):
-        row = tl.cast(place, tl.int64)
+    for row in range(tl.program_id(0).to(tl.int64), count, tl.num_programs(0)):
         mean, scale = _statistics(x, residual, row, x_stride, residual_stride, first, eps, D, KIND, BD)
         along = tl.zeros((BD,), tl.float32)
         straight = tl.zeros((BD,), tl.float32)
