@@ -1,5 +1,6 @@
 """What backends assume of vendors' packages: import path -> parameters, as far as we pass them, in their order. Parameters
-beyond those must have defaults. `tests/test_vendor_signatures.py` compares with what is installed."""
+beyond those must have defaults, and those after `*` are passed by name. `tests/test_vendor_signatures.py` compares with what
+is installed."""
 
 from __future__ import annotations
 
@@ -61,12 +62,16 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         *('softmax_scale', 'causal', 'qv', 'q_descale', 'k_descale', 'v_descale', 'window_size', 'attention_chunk'),
         *('softcap', 'num_splits', 'pack_gqa', 'deterministic'),
     ),
-    # xFormers, 0.0.35
+    # xFormers, 0.0.30 and 0.0.35
     'xformers.ops.memory_efficient_attention': ('query', 'key', 'value', 'attn_bias', 'p', 'scale'),
     'xformers.ops.fmha.attn_bias.LowerTriangularFromBottomRightMask.make_local_attention': ('self', 'window_size'),
-    # FlagGems, 5.0.2
+    # FlagGems, 5.0.0 and 5.0.2
     'flag_gems.ops.rms_norm': ('x', 'normalized_shape', 'weight', 'eps'),
     'flag_gems.ops.layer_norm': ('input', 'normalized_shape', 'weight', 'bias', 'eps'),
+    # PyTorch, 2.11 to 2.13
+    'torch.nn.attention.varlen.varlen_attn': (
+        *('query', 'key', 'value', 'cu_seq_q', 'cu_seq_k', 'max_q', 'max_k', '*', 'scale', 'window_size', 'enable_gqa'),
+    ),
 }
 
 # Values that stand for something in calls.
@@ -74,7 +79,14 @@ CONSTANTS: dict[str, object] = {'liger_kernel.ops.rms_norm._CASTING_MODE_GEMMA':
 
 
 def installed(path: str) -> bool:
-    return importlib.util.find_spec(path.partition('.')[0]) is not None
+    """Whether a package is there, or, of PyTorch, which has grown, the module."""
+    try:
+        return (
+            importlib.util.find_spec(path.rpartition('.')[0] if path.startswith('torch.') else path.partition('.')[0])
+            is not None
+        )
+    except ModuleNotFoundError:
+        return False
 
 
 def found(path: str) -> object:
@@ -91,11 +103,17 @@ def difference(path: str) -> str | None:
     """What is other than assumed of a function, None if nothing is."""
     parameters = list(inspect.signature(found(path)).parameters.values())
     names = tuple(one.name for one in parameters)
-    assumed = SIGNATURES[path]
-    if names[: len(assumed)] != assumed:
-        return f'{path} takes {names}, not {assumed}'
+    assumed, by_name = SIGNATURES[path], ()
+    if '*' in assumed:
+        place = assumed.index('*')
+        assumed, by_name = assumed[:place], assumed[place + 1 :]
+    if names[: len(assumed)] != assumed or not set(by_name) <= set(names):
+        return f'{path} takes {names}, not {SIGNATURES[path]}'
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    given = {*assumed, *by_name}
     more = [
-        one.name for one in parameters[len(assumed) :] if one.default is inspect.Parameter.empty and one.kind not in variadic
+        one.name
+        for one in parameters
+        if one.name not in given and one.default is inspect.Parameter.empty and one.kind not in variadic
     ]
     return f'{path} also needs {more}' if more else None

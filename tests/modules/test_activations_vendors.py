@@ -19,7 +19,7 @@ from fla.modules.backends.reference.rotary import ReferenceRotary
 from fla.modules.rotary import rotary_embedding, rotary_embedding_ref
 from fla.ops.backends import default_dispatcher, explain, on_error
 from tests import bounds
-from tests.ops.vendors import BF16, FP32, H100, fakes, install, pretend, ran
+from tests.ops.vendors import BF16, FP32, H100, fakes, install, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES, installed
 
 from .oracle import error, tensor
@@ -122,6 +122,7 @@ def package(monkeypatch, tmp_path):
                 setattr(parent, name, function)
         monkeypatch.setenv(BACKENDS[backend].env_var, '1')
         pretend(monkeypatch, H100)
+        trust(monkeypatch, BACKENDS[backend])
         default_dispatcher().reset()
 
     yield make
@@ -258,8 +259,7 @@ HUGE = torch.empty(1, 1).expand(2**15, 2**16)
     ('x', 'why'),
     [
         (torch.ones(2, 8, dtype=BF16), 'x must be float32, got torch.bfloat16'),
-        (torch.ones(()), 'last dimension of at most 65536'),
-        (torch.ones(1, 65537), 'last dimension of at most 65536'),
+        (torch.ones(1, 65537), 'at most 65536 elements, got 65537'),
         (torch.ones(0, 8), NOTHING),
         (HUGE, 'fewer than 2^31 elements, got 2147483648'),
     ],

@@ -11,7 +11,7 @@ from fla.modules.backends.causal_conv1d import CausalConv1dBackend
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
 from fla.ops.backends import default_dispatcher, explain, use_backend
 from tests import bounds
-from tests.ops.vendors import BF16, FP32, H100, fakes, install, pretend, ran
+from tests.ops.vendors import BF16, FP32, H100, fakes, install, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES
 
 from .test_convolution import oracle
@@ -50,6 +50,7 @@ def package(monkeypatch, tmp_path):
     install(monkeypatch, tmp_path, 'causal_conv1d', 'causal-conv1d', '1.5.0', **functions)
     monkeypatch.setenv('FLA_CAUSAL_CONV1D', '1')
     pretend(monkeypatch, H100)
+    trust(monkeypatch, CausalConv1dBackend)
     default_dispatcher().reset()
     yield
     default_dispatcher().reset()

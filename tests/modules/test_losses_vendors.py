@@ -13,7 +13,7 @@ from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
 from fla.ops.backends import default_dispatcher, explain, use_backend
 from tests import bounds
-from tests.ops.vendors import BF16, FP16, FP32, H100, fakes, install, pretend, ran
+from tests.ops.vendors import BF16, FP16, FP32, H100, fakes, install, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES
 
 from .losses import gradients, linear_oracle, oracle, targets
@@ -81,6 +81,7 @@ def package(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, made.__name__, made)
     monkeypatch.setenv('FLA_LIGER', '1')
     pretend(monkeypatch, H100)
+    trust(monkeypatch, LigerBackend)
     default_dispatcher().reset()
     yield
     default_dispatcher().reset()

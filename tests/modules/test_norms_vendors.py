@@ -18,7 +18,7 @@ from fla.modules.layernorm import group_norm, layer_norm, rms_norm
 from fla.ops.backends import default_dispatcher, explain
 from tests import bounds
 from tests.modules.norms import check, given
-from tests.ops.vendors import BF16, FP16, FP32, H100, fakes, install, pretend, ran
+from tests.ops.vendors import BF16, FP16, FP32, H100, fakes, install, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES, installed
 
 FP64 = torch.float64
@@ -144,6 +144,7 @@ def package(monkeypatch, tmp_path):
                 setattr(stub, path, sys.modules[f'{module}.{path}'])
         monkeypatch.setenv(BACKENDS[backend].env_var, '1')
         pretend(monkeypatch, H100)
+        trust(monkeypatch, BACKENDS[backend])
         default_dispatcher().reset()
 
     yield make

@@ -19,12 +19,23 @@ def install(monkeypatch, folder, module, distribution, version, **functions):
     stub = types.ModuleType(module)
     vars(stub).update(functions)
     monkeypatch.setitem(sys.modules, module, stub)
+    describe(monkeypatch, folder, module, distribution, version)
+    return stub
+
+
+def describe(monkeypatch, folder, module, distribution, version):
+    """The metadata of a distribution, in a folder from which modules are then imported, too."""
     info = folder / f'{distribution.replace("-", "_")}-{version}.dist-info'
     info.mkdir()
     (info / 'METADATA').write_text(f'Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n')
     (info / 'top_level.txt').write_text(f'{module}\n')
     monkeypatch.syspath_prepend(str(folder))
-    return stub
+
+
+def trust(monkeypatch, *backends):
+    """The packages of these backends work: nothing is tried."""
+    for backend in backends:
+        monkeypatch.setattr(backend, 'probe', lambda self, device: (True, None))
 
 
 def pretend(monkeypatch, *devices, capturing=False):

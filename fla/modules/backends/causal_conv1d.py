@@ -11,6 +11,8 @@ from fla.ops.backends import BaseBackend
 from fla.ops.backends.backend import Verdict
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.triton_call import on_device_of
+from fla.ops.common.vendor import aligned, for_tma, smallest_call
+from fla.utils.devices import Device
 
 WIDTHS = (2, 3, 4)
 HALVES_AND_FLOAT = (torch.float16, torch.bfloat16, torch.float32)
@@ -18,8 +20,13 @@ HALVES_AND_FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 
 def _channels_first(x: torch.Tensor) -> torch.Tensor:
     """`[B, D, T]`, as the package wants it, with the channels still side by side in memory, as it needs them for packed
-    sequences: nothing is copied but what has them elsewhere."""
-    return (x if x.stride(2) == 1 and not (x.stride(0) % 8 or x.stride(1) % 8) else x.contiguous()).transpose(1, 2)
+    sequences, and 16 bytes of them read at a time: nothing is copied but what is otherwise."""
+    even = x.stride(2) == 1 and not (x.stride(0) % 8 or x.stride(1) % 8)
+    return (aligned(x) if even else for_tma(x)).transpose(1, 2)
+
+
+def _packed(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    return None if parameter is None else parameter.contiguous()
 
 
 def _sequences(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
@@ -37,7 +44,7 @@ def _call(
 
     activation = 'silu' if silu else None
     y: torch.Tensor = causal_conv1d_fn(
-        _channels_first(x), weight.contiguous(), bias, _sequences(x, cu_seqlens), activation=activation
+        _channels_first(x), weight.contiguous(), _packed(bias), _sequences(x, cu_seqlens), activation=activation
     )
     return y.transpose(1, 2).contiguous()
 
@@ -64,7 +71,7 @@ def _backward(
     wanted = [one for one in (x, weight, bias) if one is not None and one.requires_grad]
     with on_device_of(x), torch.enable_grad():
         y = _call(x, weight, bias, cu_seqlens, silu)
-        found = iter(torch.autograd.grad(y, wanted, dy.contiguous()))
+        found = iter(torch.autograd.grad(y, wanted, for_tma(dy)))
     return tuple(next(found) if one is not None and one.requires_grad else None for one in (x, weight, bias))
 
 
@@ -85,7 +92,7 @@ def _update(
         from causal_conv1d import causal_conv1d_update
 
         step = x.reshape(-1, x.shape[-1])
-        y: torch.Tensor = causal_conv1d_update(step, cache, weight.contiguous(), bias, 'silu' if silu else None)
+        y: torch.Tensor = causal_conv1d_update(step, cache, weight.contiguous(), _packed(bias), 'silu' if silu else None)
         return y.reshape(x.shape)
 
 
@@ -110,6 +117,11 @@ class CausalConv1dBackend(BaseBackend):
     devices = ('cuda',)
     dtypes = dict.fromkeys(('x', 'weight', 'bias'), HALVES_AND_FLOAT)
     verified = False
+    needs = ('causal_conv1d:causal_conv1d_fn', 'causal_conv1d:causal_conv1d_update')
+
+    def probe(self, device: Device) -> Verdict:
+        # it may be built for another PyTorch, or without kernels for this GPU
+        return smallest_call(device, _first_step, 1.0, self.needs)
 
     def causal_conv1d_verifier(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Verdict:
         if x.numel() == 0:
@@ -149,6 +161,12 @@ class CausalConv1dBackend(BaseBackend):
         activation: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return _step(x, cache, weight, bias, activation is not None), cache
+
+
+def _first_step(device: torch.device) -> torch.Tensor:
+    """Of x and a filter of ones: 1."""
+    x = torch.ones(1, 8, 8, dtype=torch.bfloat16, device=device)
+    return _forward(x, x[0, :, :4], None, None, False)[:, 0]
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Verdict:

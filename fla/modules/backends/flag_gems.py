@@ -11,6 +11,8 @@ from fla.ops.backends.backend import Verdict
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.gates import wide
 from fla.ops.common.triton_call import on_device_of
+from fla.ops.common.vendor import smallest_call
+from fla.utils.devices import Device
 
 
 def _rms_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
@@ -56,6 +58,11 @@ class FlagGemsBackend(BaseBackend):
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     grad = 'none'
     verified = False
+    needs = ('flag_gems.ops:rms_norm', 'flag_gems.ops:layer_norm')
+
+    def probe(self, device: Device) -> Verdict:
+        # importing it asks for the GPU, and for packages that may be missing
+        return smallest_call(device, _one_row, 1.0, self.needs)
 
     def _takes(self, x: torch.Tensor, *parameters: torch.Tensor | None) -> Verdict:
         if any(p is None or p.dtype != x.dtype for p in parameters):
@@ -94,3 +101,9 @@ class FlagGemsBackend(BaseBackend):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         y: torch.Tensor = _layer_norm(x, weight, bias, eps)
         return (y, wide(x) if residual_in_fp32 else x) if prenorm else y
+
+
+def _one_row(device: torch.device) -> Any:
+    """Of ones, whose root mean square is 1."""
+    x = torch.ones(1, 16, dtype=torch.bfloat16, device=device)
+    return _rms_forward(x, x[0], 1e-5)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from fla.modules.backends.flashinfer.activations import FlashInferActivations
+from fla.modules.backends.flashinfer.activations import FlashInferActivations, one_row
 from fla.modules.backends.flashinfer.norms import FlashInferNorms
 from fla.modules.backends.flashinfer.rotary import FlashInferRotary
 from fla.ops.backends import BaseBackend
+from fla.ops.backends.backend import Verdict
+from fla.ops.common.vendor import smallest_call
+from fla.utils.devices import Device
 
 
 class FlashInferBackend(FlashInferNorms, FlashInferActivations, FlashInferRotary, BaseBackend):
@@ -15,7 +18,7 @@ class FlashInferBackend(FlashInferNorms, FlashInferActivations, FlashInferRotary
 
     backend_type = 'flashinfer'
     package_name = 'flashinfer'
-    package_version = 'flashinfer-python>=0.2'
+    package_version = 'flashinfer-python>=0.7.4'  # the oldest that was looked at
     env_var = 'FLA_FLASHINFER'
     default_enable = False
     vendor = 'flashinfer'
@@ -23,3 +26,13 @@ class FlashInferBackend(FlashInferNorms, FlashInferActivations, FlashInferRotary
     dtypes = (torch.float16, torch.bfloat16)
     grad = 'none'
     verified = False
+    needs = (
+        'flashinfer.activation:silu_and_mul',
+        'flashinfer.norm:layernorm',
+        'flashinfer.norm:rmsnorm',
+        'flashinfer.rope:apply_rope_with_cos_sin_cache_inplace',
+    )
+
+    def probe(self, device: Device) -> Verdict:
+        # without nvcc it imports, and cannot compile; this is what it compiles soonest
+        return smallest_call(device, one_row, 0.731, self.needs)

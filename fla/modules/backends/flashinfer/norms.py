@@ -10,17 +10,18 @@ from fla.ops.backends.backend import Verdict
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.gates import wide
 from fla.ops.common.triton_call import on_device_of
+from fla.ops.common.vendor import for_tma
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(-1, x.shape[-1])
+    return for_tma(x).view(-1, x.shape[-1])
 
 
 def _rms_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
     with on_device_of(x):
         import flashinfer.norm
 
-        return flashinfer.norm.rmsnorm(_rows(x), weight.contiguous(), eps).view(x.shape)
+        return flashinfer.norm.rmsnorm(_rows(x), for_tma(weight), eps).view(x.shape)
 
 
 _rms_norm = opaque(
@@ -35,7 +36,7 @@ def _layer_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, ep
     with on_device_of(x):
         import flashinfer.norm
 
-        return flashinfer.norm.layernorm(_rows(x), weight.contiguous(), bias.contiguous(), eps).view(x.shape)
+        return flashinfer.norm.layernorm(_rows(x), for_tma(weight), for_tma(bias), eps).view(x.shape)
 
 
 _layer_norm = opaque(

@@ -11,6 +11,7 @@ import torch
 from fla.ops.backends.backend import Verdict
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.triton_call import on_device_of
+from fla.ops.common.vendor import aligned
 
 # head dims that its kernels are instantiated for
 DIMS = (64, 128, 256, 512)
@@ -66,7 +67,9 @@ def _in_place(
     offset: int,
     interleaved: bool,
 ) -> None:
-    _rotate(x, cos, sin, offsets, cu_seqlens, offset, interleaved)
+    rotated = _rotate(aligned(x), cos, sin, offsets, cu_seqlens, offset, interleaved)
+    if rotated is not x:  # what 16 bytes at a time cannot be read from
+        x.copy_(rotated)
 
 
 _REST = 'Tensor cos, Tensor sin, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, bool interleaved'

@@ -6,9 +6,12 @@ import torch
 
 from fla.modules.backends.liger.activations import LigerActivations
 from fla.modules.backends.liger.losses import LigerLosses
-from fla.modules.backends.liger.norms import LigerNorms
+from fla.modules.backends.liger.norms import LigerNorms, one_row
 from fla.modules.backends.liger.rotary import LigerRotary
 from fla.ops.backends import BaseBackend
+from fla.ops.backends.backend import Verdict
+from fla.ops.common.vendor import smallest_call
+from fla.utils.devices import Device
 
 
 class LigerBackend(LigerNorms, LigerActivations, LigerRotary, LigerLosses, BaseBackend):
@@ -23,3 +26,20 @@ class LigerBackend(LigerNorms, LigerActivations, LigerRotary, LigerLosses, BaseB
     devices = ('cuda',)
     dtypes = dict.fromkeys(('x', 'weight', 'bias'), (torch.float16, torch.bfloat16, torch.float32))
     verified = False
+    needs = (
+        'liger_kernel.ops.cross_entropy:cross_entropy_forward',
+        'liger_kernel.ops.fused_linear_cross_entropy:fused_linear_cross_entropy_forward',
+        'liger_kernel.ops.layer_norm:layer_norm_backward',
+        'liger_kernel.ops.layer_norm:layer_norm_forward',
+        'liger_kernel.ops.rms_norm:rms_norm_backward',
+        'liger_kernel.ops.rms_norm:rms_norm_forward',
+        'liger_kernel.ops.rope:rope_backward',
+        'liger_kernel.ops.rope:rope_forward',
+        'liger_kernel.ops.swiglu:swiglu_backward',
+        'liger_kernel.ops.swiglu:swiglu_forward',
+        'liger_kernel.ops.utils:calculate_settings',
+    )
+
+    def probe(self, device: Device) -> Verdict:
+        # beside another Triton it imports, and may not compile
+        return smallest_call(device, one_row, 1.0, self.needs)

@@ -49,8 +49,8 @@ class LigerActivations:
     def swiglu_verifier(self, x: torch.Tensor) -> Verdict:
         if x.dtype != torch.float32:
             return False, ('Liger rounds silu(x) to the dtype of y before the product: x must be float32, got %s', x.dtype)
-        if x.dim() == 0 or x.shape[-1] > 65536:
-            return False, 'x must have a last dimension of at most 65536 elements'
+        if x.shape[-1] > 65536:
+            return False, ('a row must have at most 65536 elements, got %s', x.shape[-1])
         if x.numel() == 0:
             return False, 'there are no rows, and the kernels cannot be launched on nothing'
         if x.numel() >= 2**31:

@@ -138,3 +138,10 @@ class LigerNorms:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         y: torch.Tensor = _layer_norm(x, weight, bias, eps)
         return (y, wide(x) if residual_in_fp32 else x) if prenorm else y
+
+
+def one_row(device: torch.device) -> torch.Tensor:
+    """Of ones, whose root mean square is 1."""
+    x = torch.ones(1, 16, dtype=torch.bfloat16, device=device)
+    y: torch.Tensor = _rms_forward(x, x[0], 1e-5)[0]
+    return y

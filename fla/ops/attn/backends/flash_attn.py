@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.triton_call import on_device_of
+from fla.ops.common.vendor import in_pieces, ordered, smallest_call
 from fla.utils.devices import Device
 
 
@@ -16,7 +19,8 @@ def _window(window_size: int | None) -> tuple[int, int]:
 
 class _FlashAttention(BaseBackend):
     """No decays and no sinks; K = V, a multiple of 8. Causal masks are aligned to the last key, as ours are.
-    `deterministic=True`, so that gradients have the same bits twice."""
+    `deterministic=True`, so that gradients have the same bits twice. Compiled code must bring q, k and v at addresses that
+    are multiples of 16, which it cannot see; elsewhere others are copied."""
 
     devices = ('cuda',)
     dtypes = (torch.float16, torch.bfloat16)
@@ -46,6 +50,11 @@ class FlashAttention2Backend(_FlashAttention):
     env_var = 'FLA_FLASH_ATTN'
     min_capability = (8, 0)
     priority = 4
+    needs = ('flash_attn:flash_attn_func', 'flash_attn:flash_attn_varlen_func')
+
+    def probe(self, device: Device) -> Verdict:
+        # it may be built for another PyTorch, or without kernels for this GPU
+        return smallest_call(device, lambda place: _one_step(self.parallel_attn, place), 1.0, self.needs)
 
     def parallel_attn(
         self,
@@ -68,10 +77,11 @@ class FlashAttention2Backend(_FlashAttention):
             'deterministic': True,
         }
         with on_device_of(q):
+            q, k, v = (in_pieces(x) for x in (q, k, v))
             if cu_seqlens is None:
                 o: torch.Tensor = flash_attn_func(q, k, v, **shared)
                 return o.contiguous()
-            ends, longest = cu_seqlens.int(), q.shape[1]
+            ends, longest = ordered(cu_seqlens, q.shape[1]), q.shape[1]
             o = flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, longest, longest, **shared)
             return o[None].contiguous()
 
@@ -85,11 +95,12 @@ class FlashAttention3Backend(_FlashAttention):
     min_capability = (9, 0)
     traceable = False
     priority = 3
+    needs = ('flash_attn_interface:flash_attn_func', 'flash_attn_interface:flash_attn_varlen_func')
 
     def probe(self, device: Device) -> Verdict:
         if device.capability is not None and device.capability[0] != 9:
             return False, ('its kernels are for compute capability 9.0, this is %s.%s', *device.capability)
-        return True, None
+        return smallest_call(device, lambda place: _one_step(self.parallel_attn, place), 1.0, self.needs)
 
     def parallel_attn(
         self,
@@ -106,11 +117,18 @@ class FlashAttention3Backend(_FlashAttention):
 
         shared = {'softmax_scale': scale, 'causal': True, 'window_size': _window(window_size), 'deterministic': True}
         with on_device_of(q):
+            q, k, v = (in_pieces(x) for x in (q, k, v))
             if cu_seqlens is None:
                 return _output(flash_attn_func(q, k, v, **shared)).contiguous()
-            ends, longest = cu_seqlens.int(), q.shape[1]
+            ends, longest = ordered(cu_seqlens, q.shape[1]), q.shape[1]
             o = flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, longest, longest, **shared)
             return _output(o)[None].contiguous()
+
+
+def _one_step(attention: Callable[..., torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A step sees itself alone: o = v, here of ones; as a row of a batch, and packed."""
+    x = torch.ones(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+    return torch.cat([attention(x, x, x), attention(x, x, x, cu_seqlens=torch.tensor([0, 1], device=device))])
 
 
 def _output(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -6,6 +6,8 @@ import torch
 
 from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.triton_call import on_device_of
+from fla.ops.common.vendor import for_tma, smallest_call
+from fla.utils.devices import Device
 
 
 class FlashInferBackend(BaseBackend):
@@ -15,7 +17,7 @@ class FlashInferBackend(BaseBackend):
 
     backend_type = 'flashinfer'
     package_name = 'flashinfer'
-    package_version = 'flashinfer-python>=0.2'
+    package_version = 'flashinfer-python>=0.7.4'  # the oldest that was looked at
     env_var = 'FLA_FLASHINFER_ATTN'
     vendor = 'flashinfer'
     devices = ('cuda',)
@@ -26,6 +28,16 @@ class FlashInferBackend(BaseBackend):
     priority = 5
     default_enable = False
     verified = False
+    needs = ('flashinfer:single_prefill_with_kv_cache',)
+
+    def probe(self, device: Device) -> Verdict:
+        # without nvcc it imports, and cannot compile
+        return smallest_call(device, self._one_step, 1.0, self.needs)
+
+    def _one_step(self, device: torch.device) -> torch.Tensor:
+        """A step sees itself alone: o = v, here of ones. Of the kind that is called most, as it is compiled for it."""
+        x = torch.ones(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
+        return self.parallel_attn(x, x, x)
 
     def parallel_attn_verifier(self, q: torch.Tensor, v: torch.Tensor) -> Verdict:
         if q.shape[0] != 1:
@@ -48,7 +60,7 @@ class FlashInferBackend(BaseBackend):
 
         with on_device_of(q):
             o: torch.Tensor = single_prefill_with_kv_cache(
-                *(x[0].contiguous() for x in (q, k, v)),
+                *(for_tma(x[0]) for x in (q, k, v)),
                 causal=True,
                 kv_layout='NHD',
                 sm_scale=scale,

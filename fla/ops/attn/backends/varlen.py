@@ -9,6 +9,8 @@ import torch
 
 from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.triton_call import on_device_of
+from fla.ops.common.vendor import in_pieces, ordered, smallest_call
+from fla.utils.devices import Device
 
 
 @functools.cache
@@ -35,6 +37,7 @@ class TorchVarlenBackend(BaseBackend):
     priority = 9
     default_enable = False
     verified = False
+    needs = ('torch.nn.attention.varlen:varlen_attn',)
 
     @classmethod
     def is_available(cls) -> Verdict:
@@ -45,6 +48,15 @@ class TorchVarlenBackend(BaseBackend):
                 ', '.join(sorted(missing)),
             )
         return True, None
+
+    def probe(self, device: Device) -> Verdict:
+        # a PyTorch built without FlashAttention has the function all the same
+        return smallest_call(device, self._one_step, 1.0, self.needs)
+
+    def _one_step(self, device: torch.device) -> torch.Tensor:
+        """A step sees itself alone: o = v, here of ones."""
+        x = torch.ones(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+        return self.parallel_attn(x, x, x, window_size=1)
 
     def parallel_attn_verifier(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Verdict:
         if q.shape[3] != v.shape[3]:
@@ -80,11 +92,12 @@ class TorchVarlenBackend(BaseBackend):
             if cu_seqlens is None:
                 ends = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * length
             else:
-                ends = cu_seqlens.int()
+                ends = ordered(cu_seqlens, length)
+            q, k, v = (in_pieces(x.flatten(0, 1)) for x in (q, k, v))
             o = varlen_attn(
-                q.flatten(0, 1),
-                k.flatten(0, 1),
-                v.flatten(0, 1),
+                q,
+                k,
+                v,
                 ends,
                 ends,
                 length,
@@ -92,7 +105,7 @@ class TorchVarlenBackend(BaseBackend):
                 scale=scale,
                 # steps to the left and right of a query, itself apart
                 window_size=(-1 if window_size is None else window_size - 1, 0),
-                enable_gqa=q.shape[2] != k.shape[2],
+                enable_gqa=q.shape[1] != k.shape[1],
             )
         packed: torch.Tensor = o[0] if isinstance(o, tuple) else o
         return packed.view(batch, length, *packed.shape[1:]).contiguous()

@@ -8,6 +8,8 @@ import torch
 
 from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.triton_call import on_device_of
+from fla.ops.common.vendor import in_pieces, smallest_call
+from fla.utils.devices import Device
 
 
 class XFormersBackend(BaseBackend):
@@ -28,6 +30,21 @@ class XFormersBackend(BaseBackend):
     priority = 6
     default_enable = False
     verified = False
+    needs = (
+        'xformers.ops:memory_efficient_attention',
+        'xformers.ops.fmha.attn_bias:LowerTriangularMask',
+        'xformers.ops.fmha.attn_bias:LowerTriangularFromBottomRightMask',
+    )
+
+    def probe(self, device: Device) -> Verdict:
+        # built for another PyTorch it imports, with a warning, and has no operator for any call
+        return smallest_call(device, self._one_step, 1.0, self.needs)
+
+    def _one_step(self, device: torch.device) -> torch.Tensor:
+        """A step that sees itself alone, o = v, here of ones; and two of which each sees itself, as their window is 1."""
+        x = torch.ones(1, 2, 1, 64, dtype=torch.bfloat16, device=device)
+        first = x[:, :1]
+        return torch.cat([self.parallel_attn(first, first, first), self.parallel_attn(x, x, x, window_size=1)], 1)
 
     def parallel_attn_verifier(self, q: torch.Tensor, v: torch.Tensor) -> Verdict:
         if q.shape[3] != v.shape[3]:
@@ -50,7 +67,7 @@ class XFormersBackend(BaseBackend):
 
         heads, groups = q.shape[2], k.shape[2]
         bias = _bias(q.shape[1], k.shape[1], window_size)
-        q, k, v = (_rows(x) for x in (q, k, v))
+        q, k, v = (in_pieces(x) for x in (q, k, v))
         if heads != groups:
             # [B, T, H, HQ // H, K], of which keys and values repeat the fourth
             shape = (groups, heads // groups)
@@ -67,9 +84,3 @@ def _bias(queries: int, keys: int, window_size: int | None) -> Any:
     if window_size is not None and window_size < keys:
         return LowerTriangularFromBottomRightMask().make_local_attention(window_size)
     return LowerTriangularMask() if queries == keys else LowerTriangularFromBottomRightMask()
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Its kernels read the last dimension, and every row, in pieces of 16 bytes."""
-    aligned = x.stride(3) == 1 and all(stride % 8 == 0 for stride in x.stride()[:3]) and x.data_ptr() % 16 == 0
-    return x if aligned else x.contiguous()

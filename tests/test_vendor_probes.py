@@ -1,0 +1,181 @@
+"""Vendors' packages that can be found and cannot be used: each falls through with its reason, and nothing is asked of those
+that are switched off."""
+
+import logging
+import os
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+
+from fla.modules.backends.causal_conv1d import CausalConv1dBackend
+from fla.modules.backends.flag_gems import FlagGemsBackend
+from fla.modules.backends.flashinfer import FlashInferBackend as FlashInferModules
+from fla.modules.backends.liger import LigerBackend
+from fla.modules.convolution import causal_conv1d
+from fla.modules.layernorm import rms_norm
+from fla.ops.attn import parallel_attn
+from fla.ops.attn.backends.flash_attn import FlashAttention2Backend, FlashAttention3Backend
+from fla.ops.attn.backends.flashinfer import FlashInferBackend
+from fla.ops.attn.backends.varlen import TorchVarlenBackend
+from fla.ops.attn.backends.xformers import XFormersBackend
+from fla.ops.backends import default_dispatcher, explain
+from fla.ops.common import vendor
+from tests.ops.vendors import BF16, H100, describe, fakes, pretend
+from tests.vendor_signatures import SIGNATURES
+
+ROWS = (rms_norm, {'x': torch.ones(3, 16, dtype=BF16), 'weight': torch.ones(16, dtype=BF16)})
+STEPS = (causal_conv1d, {'x': torch.ones(1, 6, 8, dtype=BF16), 'weight': torch.ones(8, 4, dtype=BF16)})
+HEADS = (parallel_attn, {**dict.fromkeys('qkv', torch.ones(1, 6, 2, 64, dtype=BF16)), 'window_size': 3})
+
+# backend, distribution, version, a call that it serves
+VENDORS = {
+    'liger': (LigerBackend, 'liger-kernel', '0.8.5', ROWS),
+    'flashinfer': (FlashInferModules, 'flashinfer-python', '0.7.4', ROWS),
+    'flag_gems': (FlagGemsBackend, 'flag-gems', '5.0.2', ROWS),
+    'causal_conv1d': (CausalConv1dBackend, 'causal-conv1d', '1.5.0', STEPS),
+    'flash_attn': (FlashAttention2Backend, 'flash-attn', '2.8.3', HEADS),
+    'flash_attn_3': (FlashAttention3Backend, 'flash-attn-3', '3.0.0', HEADS),
+    'flashinfer of attention': (FlashInferBackend, 'flashinfer-python', '0.7.4', HEADS),
+    'xformers': (XFormersBackend, 'xformers', '0.0.35', HEADS),
+}
+LOUD = """
+import logging, warnings
+logging.getLogger(__name__).warning('cannot load my extensions')
+warnings.warn('no GPU')
+"""
+NO_OPERATOR = "def {}(*args, **more):\n    raise NotImplementedError('No operator found')\n"
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """Writes a package with all that a backend's calls need, and switches the backend on; the machine has an H100."""
+    for name in [n for n in os.environ if n.startswith('FLA_')]:
+        monkeypatch.delenv(name)
+    default_dispatcher().reset()
+    written, before = set(), {}
+
+    def make(name, start='', function=NO_OPERATOR, lacking=None):
+        backend, distribution, version, _ = VENDORS[name]
+        root = backend.package_name
+        before.update({n: sys.modules.pop(n) for n in list(sys.modules) if n.partition('.')[0] == root})
+        written.add(root)
+        contents = {root: f'{start}\n'}
+        for path in backend.needs:
+            module, _, attribute = path.partition(':')
+            parts = module.split('.')
+            for depth in range(1, len(parts) + 1):
+                contents.setdefault('.'.join(parts[:depth]), '')
+            contents[module] += '' if path == lacking else function.format(attribute)
+        for module, text in contents.items():
+            folder = tmp_path.joinpath(*module.split('.'))
+            folder.mkdir(parents=True)
+            (folder / '__init__.py').write_text(text)
+        describe(monkeypatch, tmp_path, root, distribution, version)
+        monkeypatch.setenv(backend.env_var, '1')
+        pretend(monkeypatch, H100)
+        monkeypatch.setattr(vendor, '_place', lambda device: torch.device('cpu'))
+
+    yield make
+    for name in [n for n in sys.modules if n.partition('.')[0] in written]:
+        del sys.modules[name]
+    sys.modules.update(before)
+    default_dispatcher().reset()
+
+
+def decided(name):
+    """What is said of a backend, about a call that it would serve and another one does."""
+    backend, _, _, (function, arguments) = VENDORS[name]
+    with torch.no_grad():
+        decision = explain(function, **fakes(arguments))
+    assert decision.winner not in (None, backend.backend_type)
+    return decision[backend.backend_type]
+
+
+ABI = "raise ImportError('undefined symbol: _ZN3c104cuda14ExchangeDeviceEa')"
+BROKEN = {
+    'built for another PyTorch': ({'start': ABI}, 'ImportError: undefined symbol: _ZN3c104cuda14ExchangeDeviceEa'),
+    'a dependency is missing': ({'start': 'import not_there'}, "ModuleNotFoundError: No module named 'not_there'"),
+    'no operator': ({'start': LOUD}, 'NotImplementedError: No operator found'),
+}
+
+
+@pytest.mark.parametrize('case', BROKEN)
+@pytest.mark.parametrize('name', VENDORS)
+def test_a_broken_package_falls_through(package, caplog, recwarn, name, case):
+    how, why = BROKEN[case]
+    package(name, **how)
+    found = decided(name)
+    assert (found.verdict, found.reason) == ('unavailable', f'probe() raised {why}')
+    # what the package has to say is in the reason: another backend serves
+    assert not [record for record in caplog.records if 'extensions' in record.getMessage()]
+    assert not [one for one in recwarn if 'no GPU' in str(one.message)]
+
+
+@pytest.mark.parametrize('path', [path for _, (backend, *_) in VENDORS.items() for path in backend.needs])
+def test_a_package_that_lacks_something_falls_through(package, path):
+    name = next(name for name, (backend, *_) in VENDORS.items() if path in backend.needs)
+    package(name, lacking=path)
+    module, _, attribute = path.partition(':')
+    assert decided(name).reason == f'probe() raised ImportError: cannot import name {attribute!r} from {module!r}'
+
+
+@pytest.mark.parametrize('name', VENDORS)
+def test_a_package_that_is_switched_off_is_not_imported(package, monkeypatch, name):
+    package(name, start=ABI)
+    monkeypatch.delenv(VENDORS[name][0].env_var)
+    assert decided(name).verdict == 'disabled'
+    assert VENDORS[name][0].package_name not in sys.modules
+
+
+def test_what_is_usable_says_what_it_has_to(package, caplog, recwarn):
+    """And is not probed again."""
+    package('flash_attn', LOUD, 'def {}(q, k, v, *args, **more):\n    return v\n')
+    function, arguments = HEADS
+    for _ in range(2):
+        with torch.no_grad():
+            assert explain(function, **fakes(arguments)).winner == 'flash_attn'
+    assert [record.getMessage() for record in caplog.records if record.name == 'flash_attn'] == ['cannot load my extensions']
+    assert [str(one.message) for one in recwarn if one.category is UserWarning] == ['no GPU']
+    assert logging.getLogger('flash_attn').propagate
+    assert not logging.getLogger('flash_attn').handlers
+
+
+def test_nonsense(package):
+    package('flash_attn', '', 'def {}(q, k, v, *args, **more):\n    return v * 7\n')
+    assert decided('flash_attn').reason == 'its smallest call is off by 6.0 where 1.0 is right'
+
+
+def test_a_pytorch_without_flash_attention(monkeypatch):
+    """It has the function all the same."""
+
+    def varlen_attn(*args, **more):
+        raise RuntimeError('USE_FLASH_ATTENTION was not enabled for build')
+
+    module = types.ModuleType('torch.nn.attention.varlen')
+    module.varlen_attn = varlen_attn
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(TorchVarlenBackend, 'is_available', classmethod(lambda cls: (True, None)))
+    monkeypatch.setattr(vendor, '_place', lambda device: torch.device('cpu'))
+    monkeypatch.setenv('FLA_TORCH_VARLEN', '1')
+    pretend(monkeypatch, H100)
+    default_dispatcher().reset()
+    found = explain(parallel_attn, **fakes(HEADS[1]))['torch_varlen']
+    default_dispatcher().reset()
+    assert found.reason == 'probe() raised RuntimeError: USE_FLASH_ATTENTION was not enabled for build'
+
+
+def test_what_a_probe_needs_is_what_signatures_are_assumed_of():
+    needs = {path.replace(':', '.') for backend, *_ in VENDORS.values() for path in backend.needs}
+    needs |= {path.replace(':', '.') for path in TorchVarlenBackend.needs}
+    masks = {f'xformers.ops.fmha.attn_bias.{name}' for name in ('LowerTriangularMask', 'LowerTriangularFromBottomRightMask')}
+    assert needs - masks == {path for path in SIGNATURES if not path.endswith('.make_local_attention')}
+
+
+def test_warnings_are_as_they_were(package):
+    before = list(warnings.filters)
+    package('liger')
+    decided('liger')
+    assert warnings.filters == before
