@@ -19,7 +19,7 @@ from fla.modules.backends.reference.rotary import ReferenceRotary
 from fla.modules.rotary import rotary_embedding, rotary_embedding_ref
 from fla.ops.backends import default_dispatcher, explain, on_error
 from tests import bounds
-from tests.ops.vendors import BF16, FP32, H100, fakes, install, pretend, ran, trust
+from tests.ops.vendors import BF16, FP32, H100, fakes, install, odd, on_16, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES, installed
 
 from .oracle import error, tensor
@@ -66,11 +66,13 @@ def rope_backward(dq, dk, cos, sin):
 def flashinfer_silu_and_mul(input):
     assert input.dim() == 2
     assert input.is_contiguous()
+    assert on_16(input)
     return gated(*input.float().chunk(2, -1)).to(input.dtype)
 
 
 def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache, is_neox):
     assert query.is_contiguous()
+    assert on_16(query, key, cos_sin_cache)
     assert positions.shape == query.shape[:1]
     assert key.shape == (query.shape[0], head_size)
     assert cos_sin_cache.dtype == torch.float32
@@ -191,8 +193,8 @@ def test_numbers_of_swiglu(package):
 
 def test_numbers_of_silu_and_mul(package):
     package('flashinfer')
-    x = tensor(4, 3, 32, dtype=BF16).transpose(0, 1)
-    assert error(gated(*x.double().chunk(2, -1)), flashinfer_activations._forward(x)) <= bounds.elementwise(BF16)
+    for x in (tensor(4, 3, 32, dtype=BF16).transpose(0, 1), odd(tensor(4, 3, 32, dtype=BF16))):
+        assert error(gated(*x.double().chunk(2, -1)), flashinfer_activations._forward(x)) <= bounds.elementwise(BF16)
 
 
 def test_numbers_of_liger_rotary(package):
@@ -224,8 +226,9 @@ def test_numbers_of_flashinfer_rotary(package, offsets, packed, interleaved):
     y = flashinfer_rotary._forward(*made.values(), *given, interleaved)
     assert torch.equal(made['x'].double(), exact['x'])
     assert error(wanted, y) <= bounds.elementwise(BF16)
-    flashinfer_rotary._in_place(*made.values(), *given, interleaved)
-    assert torch.equal(made['x'], y)
+    for x in (made['x'], odd(made['x'])):
+        flashinfer_rotary._in_place(x, made['cos'], made['sin'], *given, interleaved)
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize('inplace', [False, True])

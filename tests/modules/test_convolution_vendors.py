@@ -11,7 +11,7 @@ from fla.modules.backends.causal_conv1d import CausalConv1dBackend
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
 from fla.ops.backends import default_dispatcher, explain, use_backend
 from tests import bounds
-from tests.ops.vendors import BF16, FP32, H100, fakes, install, pretend, ran, trust
+from tests.ops.vendors import BF16, FP32, H100, fakes, install, odd, on_16, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES
 
 from .test_convolution import oracle
@@ -22,17 +22,26 @@ def causal_conv1d_fn(
 ):
     assert x.shape[1] == weight.shape[0]
     assert x.stride(1) == 1
+    assert on_16(x)
+    assert bias is None or bias.is_contiguous()
     cu = None
     if seq_idx is not None:
         assert (seq_idx.shape, seq_idx.dtype) == ((1, x.shape[2]), torch.int32)
         cu = torch.tensor([0, *(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), x.shape[2]])
     wide = (None if one is None else one.float() for one in (x.transpose(1, 2), weight, bias))
-    return oracle(*wide, activation=activation, cu_seqlens=cu)[0].transpose(1, 2).to(x.dtype)
+    y = oracle(*wide, activation=activation, cu_seqlens=cu)[0].transpose(1, 2).to(x.dtype)
+    if y.requires_grad:
+        y.register_hook(lambda dy: ALIGNED.append(on_16(dy)))
+    return y
+
+
+ALIGNED: list[bool] = []  # of gradients that the stand-in got
 
 
 def conv_update(x, conv_state, weight, bias, activation):
     assert x.dim() == 2
     assert conv_state.dtype == x.dtype
+    assert bias is None or bias.is_contiguous()
     wide = [None if one is None else one.float() for one in (x[:, None], weight, bias)]
     y, state = oracle(*wide, initial_state=conv_state.float(), activation=activation)
     conv_state.copy_(state)
@@ -101,7 +110,6 @@ STATE = torch.zeros(1, 8, 4, dtype=BF16)
         (causal_conv1d_update, {'channels': 12}, 'D must be a multiple of 8, got 12'),
         (causal_conv1d_update, {'count': 0}, 'there are no steps'),
         (causal_conv1d_update, {'cache': torch.zeros(3, 8, 4)}, 'the cache must have the dtype of x'),
-        (causal_conv1d_update, {'cache': STATE.expand(3, 8, 4)}, 'entries of the cache share memory'),
         (causal_conv1d_update, {'residual': torch.zeros(3, 8, dtype=BF16)}, 'argument residual is not supported'),
     ],
 )
@@ -129,16 +137,18 @@ def test_off_until_somebody_switches_it_on(package, monkeypatch):
 def test_numbers(package, packed):
     """What is passed to the stand-in, in the form that it checks, and what comes back."""
     cu = torch.tensor([0, 2, 2, 9]) if packed else None
-    x, weight, bias = torch.randn(9, 8, 1).permute(2, 0, 1), torch.randn(4, 8).t(), torch.randn(8)
-    for given in (x, torch.randn(8, 9, 1).permute(2, 1, 0)):
+    x, weight, bias = torch.randn(9, 8, 1).permute(2, 0, 1), torch.randn(4, 8).t(), torch.randn(8, 2)[:, 0]
+    for given in (x, torch.randn(8, 9, 1).permute(2, 1, 0), odd(x), odd(x.contiguous())):
         exact = [one.double().requires_grad_() for one in (given, weight, bias)]
         expected, _ = oracle(*exact, activation='silu', cu_seqlens=cu)
         y = backend._forward(given, weight, bias, cu, True)
         assert y.is_contiguous()
         assert bounds.relative_rms(expected.detach(), y) <= bounds.of_convolution(FP32)
-        dy = torch.randn(1, 9, 8)
+        dy = odd(torch.randn(1, 9, 8))
+        ALIGNED.clear()
         found = backend._backward(given, weight, bias, cu, True, dy, (True, False, True))
         assert found[1] is None
+        assert ALIGNED == [True]
         wanted = torch.autograd.grad(expected, exact, dy.double())
         for a, b in zip(wanted[::2], found[::2], strict=True):
             assert bounds.relative_rms(a, b) <= bounds.of_convolution(FP32)
@@ -146,9 +156,10 @@ def test_numbers(package, packed):
 
 @pytest.mark.parametrize('shape', [(3, 8), (3, 1, 8), (1, 3, 8)])
 def test_numbers_of_a_step(package, shape):
-    x, cache, weight = torch.randn(3, 8), torch.randn(3, 8, 4), torch.randn(8, 4)
-    expected, state = oracle(x[:, None].double(), weight.double(), initial_state=cache.double(), activation='silu')
-    y = backend._update(x.view(shape), cache, weight, None, True)
+    x, cache, weight, bias = torch.randn(3, 8), torch.randn(3, 8, 4), torch.randn(8, 4), torch.randn(1).expand(8)
+    wide = (one.double() for one in (x[:, None], weight, bias))
+    expected, state = oracle(*wide, initial_state=cache.double(), activation='silu')
+    y = backend._update(x.view(shape), cache, weight, bias, True)
     assert bounds.relative_rms(expected.reshape(shape), y) <= bounds.of_convolution(FP32)
     assert torch.equal(cache, state.float())
 

@@ -18,7 +18,7 @@ from fla.modules.layernorm import group_norm, layer_norm, rms_norm
 from fla.ops.backends import default_dispatcher, explain
 from tests import bounds
 from tests.modules.norms import check, given
-from tests.ops.vendors import BF16, FP16, FP32, H100, fakes, install, pretend, ran, trust
+from tests.ops.vendors import BF16, FP16, FP32, H100, fakes, install, odd, on_16, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES, installed
 
 FP64 = torch.float64
@@ -85,12 +85,14 @@ def calculate_settings(n):
 def flashinfer_rmsnorm(input, weight, eps):
     assert input.dim() == 2
     assert input.dtype == weight.dtype
+    assert on_16(input, weight)
     return exact(input, weight, None, eps)[0].detach().to(input.dtype)
 
 
 @takes('flashinfer.norm.layernorm')
 def flashinfer_layernorm(input, gemma, beta, eps):
     assert (input.dtype, gemma.dtype, beta.dtype) == (BF16, FP32, FP32)
+    assert on_16(input, gemma, beta)
     return exact(input, gemma, beta, eps)[0].detach().to(input.dtype)
 
 
@@ -204,6 +206,17 @@ def test_numbers(package, backend, D):
     assert y.shape == x.shape
     right = exact(x, made['weight'], made['bias'], 1e-5)[0].detach()
     assert bounds.relative_rms(right, y) <= bounds.of_norm(BF16)
+
+
+def test_odd_addresses(package):
+    """FlashInfer reads 16 bytes at a time; its stand-in checks that it can."""
+    package('flashinfer')
+    made = {name: odd(x) for name, x in tensors().items()}
+    y = flashinfer_norms._rms_forward(made['x'], made['weight'], 1e-5)
+    assert bounds.relative_rms(exact(*made.values(), None, 1e-5)[0].detach(), y) <= bounds.of_norm(BF16)
+    made = {name: odd(x) for name, x in tensors(layer=True, parameters=FP32).items()}
+    y = flashinfer_norms._layer_forward(*made.values(), 1e-5)
+    assert bounds.relative_rms(exact(*made.values(), 1e-5)[0].detach(), y) <= bounds.of_norm(BF16)
 
 
 def test_gradients_of_liger(package):

@@ -38,6 +38,19 @@ def trust(monkeypatch, *backends):
         monkeypatch.setattr(backend, 'probe', lambda self, device: (True, None))
 
 
+def odd(x):
+    """The same numbers and strides at an address that is no multiple of 16."""
+    size = 2 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    found = x.new_empty(size).as_strided(x.shape, x.stride(), 1).copy_(x)
+    assert found.data_ptr() % 16
+    return found
+
+
+def on_16(*tensors):
+    """Whether 16 bytes at a time can be read from each."""
+    return all(x.data_ptr() % 16 == 0 for x in tensors)
+
+
 def pretend(monkeypatch, *devices, capturing=False):
     """The dispatcher sees these devices, and a probe runs there inside a CUDA graph capture or not."""
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: capturing)

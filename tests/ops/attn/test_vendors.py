@@ -18,7 +18,7 @@ from fla.ops.attn.naive import naive_parallel_attn
 from fla.ops.backends import default_dispatcher, explain
 from fla.utils.devices import Device
 from tests.ops.attn.attention import BF16, FP16, FP32, inputs
-from tests.ops.vendors import H100, install, pretend
+from tests.ops.vendors import H100, install, odd, on_16, pretend
 
 B200 = Device('cuda', 0, 'NVIDIA B200', (10, 0))
 CU = torch.tensor([0, 0, 1, 9, 24])
@@ -34,12 +34,18 @@ def fresh_dispatch(monkeypatch):
     default_dispatcher().reset()
 
 
+def within(cu_seqlens, length):
+    """What kernels that trust them must be able to rely on."""
+    return cu_seqlens[0] >= 0 and cu_seqlens[-1] <= length and bool((cu_seqlens.diff() >= 0).all())
+
+
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False
 ):
     assert causal
     assert deterministic
     assert (dropout_p, softcap) == (0.0, 0.0)
+    assert on_16(q, k, v)
     left, right = window_size
     assert right == 0
     return naive_parallel_attn(q, k, v, None, softmax_scale, None if left == -1 else left + 1)
@@ -48,6 +54,8 @@ def flash_attn_func(
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **more):
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert max_seqlen_q == max_seqlen_k == q.shape[0]
+    assert within(cu_seqlens_q, q.shape[0])
+    assert on_16(q, k, v)
     left = more['window_size'][0]
     window = None if left == -1 else left + 1
     return naive_parallel_attn(q[None], k[None], v[None], None, more['softmax_scale'], window, cu_seqlens_q)[0]
@@ -65,6 +73,7 @@ def single_prefill_with_kv_cache(q, k, v, *, causal, kv_layout, sm_scale, window
     assert causal
     assert kv_layout == 'NHD'
     assert q.is_contiguous()
+    assert on_16(q, k, v)
     window = None if window_left == -1 else window_left + 1
     return naive_parallel_attn(q[None], k[None], v[None], None, sm_scale, window)[0]
 
@@ -94,6 +103,7 @@ def memory_efficient_attention(q, k, v, *, attn_bias, scale):
         o = memory_efficient_attention(q, k, v, attn_bias=attn_bias, scale=scale)
         return o.unflatten(2, (-1, 2))
     assert k.shape[2] == q.shape[2]
+    assert on_16(q, k, v)
     if type(attn_bias) is LowerTriangularMask:
         assert k.shape[1] == q.shape[1]
     return naive_parallel_attn(q, k, v, None, scale, attn_bias.window)
@@ -165,6 +175,36 @@ def test_what_the_package_gets(monkeypatch, tmp_path, name, case):
     o = backend.parallel_attn(**tensors, **options)
     assert o.is_contiguous()
     assert torch.equal(o, naive_parallel_attn(**tensors, **options))
+
+
+@pytest.mark.parametrize('name', BACKENDS)
+def test_odd_addresses(monkeypatch, tmp_path, name):
+    """Packages read 16 bytes at a time; the stand-ins check that they can."""
+    backend = installed(monkeypatch, tmp_path, name)
+    for kv_heads in (2, 4):
+        tensors = {n: odd(x) for n, x in given(batch=1, kv_heads=kv_heads).items()}
+        assert torch.equal(backend.parallel_attn(**tensors), naive_parallel_attn(**tensors))
+    if name in PACKS:
+        assert torch.equal(backend.parallel_attn(**tensors, cu_seqlens=CU), naive_parallel_attn(**tensors, cu_seqlens=CU))
+
+
+BAD = {'outside': [-3, 2, 99], 'falling': [0, 20, 7, 24], 'both': [5, -(2**40), 2**40, 3]}
+
+
+@pytest.mark.parametrize('ends', BAD)
+@pytest.mark.parametrize('name', [*PACKS, 'torch_varlen'])
+def test_bad_cu_seqlens_stay_within_the_rows(monkeypatch, tmp_path, name, ends):
+    """Where they are on a device nobody has read them; the stand-ins check what a kernel may rely on."""
+    if name == 'torch_varlen':
+        module = types.ModuleType('torch.nn.attention.varlen')
+        module.varlen_attn = varlen_attn
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        backend = TorchVarlenBackend()
+    else:
+        backend = installed(monkeypatch, tmp_path, name)
+    tensors = given(batch=1)
+    o = backend.parallel_attn(**tensors, cu_seqlens=torch.tensor(BAD[ends]))
+    assert o.shape == tensors['q'].shape
 
 
 @pytest.mark.parametrize('name', BACKENDS)
@@ -247,6 +287,8 @@ def test_old_versions(monkeypatch, tmp_path, name, version, reason):
 def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert (max_q, window_size[1]) == (max_k, 0)
+    assert within(cu_seq_q, q.shape[0])
+    assert on_16(q, k, v)
     assert enable_gqa == (q.shape[1] != k.shape[1])
     window = None if window_size[0] == -1 else window_size[0] + 1
     return naive_parallel_attn(q[None], k[None], v[None], None, scale, window, cu_seq_q)[0]
@@ -259,7 +301,7 @@ def test_packed_attention_of_pytorch(monkeypatch, case):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     shapes, options = OPTIONS[case]
     tensors = given(**shapes)
-    o = TorchVarlenBackend().parallel_attn(**tensors, **options)
+    o = TorchVarlenBackend().parallel_attn(**{n: odd(x) for n, x in tensors.items()}, **options)
     assert o.is_contiguous()
     assert torch.equal(o, naive_parallel_attn(**tensors, **options))
 
