@@ -3,7 +3,10 @@ what is allowed. Metadata only."""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -41,10 +44,37 @@ def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
         raise TypeError(f'{name} must have the dtype of {other_name}, {other.dtype}, got {tensor.dtype}')
 
 
+def check_finite(name: str, value: Any) -> None:
+    """A number that is neither infinite nor NaN."""
+    known = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)
+    if not known:
+        raise TypeError(f'{name} must be a number, got {type(value).__name__}')
+    if not -math.inf < value < math.inf:
+        raise ValueError(f'{name} must be finite, got {value}')
+
+
+def check_int(name: str, value: object) -> None:
+    """A whole number, and not one as a float or bool."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f'{name} must be an int, got {type(value).__name__}')
+
+
 def check_eps(eps: float) -> None:
     """A small number that is added under a square root."""
+    check_finite('eps', eps)
     if not eps >= 0:
         raise ValueError(f'eps must be at least 0, got {eps}')
+
+
+def check_written(name: str, tensor: torch.Tensor) -> None:
+    """No two elements of a tensor that is written into share memory: each stride is longer than the smaller ones reach."""
+    if tensor.is_contiguous():
+        return
+    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    for i, (stride, _) in enumerate(dims):
+        others = [dims[j] for j in range(len(dims)) if j != i]
+        if stride <= sum(other * (size - 1) for other, size in others if other <= stride):
+            raise ValueError(f'{name} is written into, but elements share memory, strides {tensor.stride()}: clone() it')
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fla.modules.checks import check_choice, check_floating
+from fla.modules.checks import check_choice, check_finite, check_floating, check_int
 from fla.ops.backends import check_tensors, dispatch, runs_on_triton
 from fla.ops.common.checks import readable
 
@@ -26,7 +26,7 @@ def check_loss(
     rows: int | torch.SymInt,
     classes: int | torch.SymInt,
     label_smoothing: float,
-    logit_scale: object,
+    logit_scale: float,
     logit_softcapping: float | None,
     ignore_index: int,
     check_values: bool,
@@ -36,14 +36,15 @@ def check_loss(
         raise TypeError(f'target must be int32 or int64, got {target.dtype}')
     if target.dim() != 1 or target.shape[0] != rows:
         raise ValueError(f'target must be [N] = [{rows}], got {list(target.shape)}')
-    if type(ignore_index) is not int:
-        raise TypeError(f'ignore_index must be an int, got {type(ignore_index).__name__}')
+    check_int('ignore_index', ignore_index)
+    check_finite('label_smoothing', label_smoothing)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f'label_smoothing must be between 0 and 1, got {label_smoothing}')
-    if not isinstance(logit_scale, (int, float)):
-        raise TypeError(f'logit_scale must be a number, got {type(logit_scale).__name__}')
-    if logit_softcapping is not None and not logit_softcapping > 0:
-        raise ValueError(f'logit_softcapping must be positive or None, got {logit_softcapping}')
+    check_finite('logit_scale', logit_scale)
+    if logit_softcapping is not None:
+        check_finite('logit_softcapping', logit_softcapping)
+        if not logit_softcapping > 0:
+            raise ValueError(f'logit_softcapping must be positive or None, got {logit_softcapping}')
     if check_values or readable(target):
         bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
         if bool(bad.any()):
@@ -56,6 +57,7 @@ def _check(
     target: torch.Tensor,
     label_smoothing: float,
     logit_scale: float,
+    lse_square_scale: float,
     logit_softcapping: float | None,
     ignore_index: int,
     process_group: ProcessGroup | None,
@@ -65,6 +67,7 @@ def _check(
     check_tensors(logits=logits, target=target)
     if logits.dim() != 2 or logits.shape[1] < 1:
         raise ValueError(f'logits must be [N, V] with V at least 1, got shape {list(logits.shape)}')
+    check_finite('lse_square_scale', lse_square_scale)
     shards = check_group(process_group)
     rows, classes = logits.shape[0], logits.shape[1] * shards
     check_loss(target, rows, classes, label_smoothing, logit_scale, logit_softcapping, ignore_index, check_values)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
 
-from fla.modules.checks import check_dims, check_eps, check_floating, check_shape
+from fla.modules.checks import check_dims, check_eps, check_floating, check_int, check_shape
 from fla.ops.backends import dispatch, runs_on_triton
 from fla.ops.backends.backend import Verdict
 from fla.ops.common.checks import FLOATS
@@ -35,7 +36,7 @@ def fit(
         return (
             len(row) == 1
             and type(eps) is float
-            and eps >= 0
+            and 0 <= eps < math.inf
             and x.dtype in FLOATS
             and (weight is None or _fits(weight, row, device))
             and (bias is None or _fits(bias, row, device))
@@ -144,6 +145,7 @@ def _check_group_norm(
 
 def check_groups(num_groups: int, hidden_size: int | torch.SymInt) -> None:
     """D elements in so many groups of one size."""
+    check_int('num_groups', num_groups)
     if num_groups < 1 or hidden_size % num_groups:
         raise ValueError(f'num_groups must be at least 1 and divide D = {hidden_size}, got {num_groups}')
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import check_dims, check_floating, check_shape
+from fla.modules.checks import check_dims, check_floating, check_int, check_shape, check_written
 from fla.ops.backends import check_tensors, dispatch, runs_on_triton
 from fla.ops.common.checks import check_cu_seqlens
 from fla.ops.common.gates import wide
@@ -52,19 +52,21 @@ def _check(
     check_shape('sin', sin, cos.shape, 'shaped like cos')
     if 2 * cos.shape[1] > x.shape[3]:
         raise ValueError(f'cos [S, R / 2] turns R = {2 * cos.shape[1]} channels, but x has D = {x.shape[3]}')
-    if inplace and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        raise ValueError(f'x is written into with inplace=True, but elements share memory, strides {x.stride()}: clone() it')
+    if inplace:
+        check_written('x', x)
     count = check_cu_seqlens(x, cu_seqlens, None, check_values)
     if isinstance(seqlen_offsets, torch.Tensor):
         check_tensors(x=x, seqlen_offsets=seqlen_offsets)
         check_shape('seqlen_offsets', seqlen_offsets, (count,), 'an int or a tensor [N]')
         if seqlen_offsets.dtype not in (torch.int32, torch.int64):
             raise TypeError(f'seqlen_offsets must be int32 or int64, got {seqlen_offsets.dtype}')
-    elif cu_seqlens is None and not 0 <= seqlen_offsets <= cos.shape[0] - x.shape[1]:
-        raise ValueError(
-            f'cos has S = {cos.shape[0]} rows, too few for T = {x.shape[1]} steps from position '
-            f'seqlen_offsets = {seqlen_offsets} on'
-        )
+    else:
+        check_int('seqlen_offsets', seqlen_offsets)
+        if cu_seqlens is None and not 0 <= seqlen_offsets <= cos.shape[0] - x.shape[1]:
+            raise ValueError(
+                f'cos has S = {cos.shape[0]} rows, too few for T = {x.shape[1]} steps from position '
+                f'seqlen_offsets = {seqlen_offsets} on'
+            )
     if x.shape[1] and not cos.shape[0]:
         raise ValueError(f'cos has S = 0 rows, too few for T = {x.shape[1]} steps')
     if check_values and x.shape[1]:
@@ -142,16 +144,29 @@ class RotaryEmbedding(nn.Module):
     Args:
         dim: R, how many channels are rotated; even.
         base: of the frequencies.
+        scale_base: must be None: there are no scaled (xPos) rotations.
         interleaved: pairs are neighbours; otherwise channel i is paired with i + R / 2.
+        pos_idx_in_fp32, device: for callers of flash-linear-attention's class; without effect, as positions are always in
+            float32, and nothing is kept on a device.
 
     Raises:
-        ValueError: for an odd or negative dim.
+        ValueError: for an odd or negative dim, or a scale_base.
     """
 
-    def __init__(self, dim: int, base: float = 10000.0, *, interleaved: bool = False) -> None:
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        scale_base: float | None = None,
+        interleaved: bool = False,
+        pos_idx_in_fp32: bool = True,
+        device: torch.device | str | int | None = None,
+    ) -> None:
         super().__init__()
         if dim < 0 or dim % 2:
             raise ValueError(f'dim must be even and not negative, got {dim}')
+        if scale_base is not None:
+            raise ValueError(f'scale_base must be None, as scaled (xPos) rotations are not implemented, got {scale_base}')
         self.dim, self.base, self.interleaved = dim, base, interleaved
 
     def forward(
@@ -160,6 +175,7 @@ class RotaryEmbedding(nn.Module):
         k: torch.Tensor,
         seqlen_offset: int | torch.Tensor = 0,
         cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
         *,
         position_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +185,8 @@ class RotaryEmbedding(nn.Module):
             q: `[B, T, HQ, D]`; k: `[B, T, H, D]`, D at least `dim`.
             seqlen_offset: position of each sequence's first step: one for all, or a tensor `[N]`.
             cu_seqlens: `[N + 1]`: packed sequences, with B == 1.
-            position_ids: `[B, T]`, instead of both.
+            max_seqlen: for callers of flash-linear-attention's class; without effect, as there is no table to fill.
+            position_ids: `[B, T]`, instead of seqlen_offset and cu_seqlens.
 
         Returns:
             q and k, rotated; new tensors.

@@ -102,6 +102,16 @@ def test_layer(interleaved):
         assert error(one, by_place[b : b + 1, t : t + 1]) < 1e-6
 
 
+def test_arguments_of_flash_linear_attention():
+    """Those without effect change nothing."""
+    layer = RotaryEmbedding(4, 100.0, None, True, pos_idx_in_fp32=False, device='cpu')
+    q = tensor(2, 5, 4, 6, dtype=torch.float32)
+    for found, wanted in zip(
+        layer(q, q, 3, max_seqlen=64), RotaryEmbedding(4, 100.0, interleaved=True)(q, q, 3), strict=True
+    ):
+        assert torch.equal(found, wanted)
+
+
 def test_scores_depend_on_distance_alone_far_away():
     """Angles are float32: at position 10^5 they are off by less than 0.01."""
     layer = RotaryEmbedding(64)
@@ -125,12 +135,20 @@ def test_scores_depend_on_distance_alone_far_away():
         ),
         (lambda x, c: rotary_embedding(x, c[:2], c[:2]), ValueError, 'cos has S = 2 rows, too few for T = 3'),
         (lambda x, c: rotary_embedding(x, c, c, seqlen_offsets=-1), ValueError, 'seqlen_offsets = -1'),
+        (lambda x, c: rotary_embedding(x, c, c, seqlen_offsets=0.0), TypeError, 'seqlen_offsets must be an int, got float'),
+        (lambda x, c: rotary_embedding(x, c, c, seqlen_offsets=True), TypeError, 'seqlen_offsets must be an int, got bool'),
         (lambda x, c: rotary_embedding(x, c, c, seqlen_offsets=torch.tensor([1])), ValueError, 'seqlen_offsets must be'),
         (lambda x, c: rotary_embedding(x, c, c, seqlen_offsets=torch.ones(2)), TypeError, 'seqlen_offsets must be int32'),
         (lambda x, c: rotary_embedding(x, c, c, cu_seqlens=torch.tensor([0, 3])), ValueError, 'batch must be 1'),
         (lambda x, c: rotary_embedding(x[:1].expand(2, 3, 1, 4), c, c, inplace=True), ValueError, 'elements share memory'),
+        (
+            lambda x, c: rotary_embedding(x.as_strided((1, 3, 1, 4), (8, 2, 8, 1)), c, c, inplace=True),
+            ValueError,
+            r'x is written into, but elements share memory, strides \(8, 2, 8, 1\)',
+        ),
         (lambda x, c: rotary_embedding(x, c[:0], c[:0], seqlen_offsets=torch.zeros(2).int()), ValueError, 'S = 0 rows'),
         (lambda x, c: RotaryEmbedding(3), ValueError, 'dim must be even'),
+        (lambda x, c: RotaryEmbedding(4, scale_base=512.0), ValueError, 'scale_base must be None'),
         (lambda x, c: RotaryEmbedding(4)(x, x[:, :1]), ValueError, 'k must be of the batch and time of q'),
         (lambda x, c: RotaryEmbedding(4)(x, x, position_ids=torch.zeros(3)), ValueError, 'position_ids must be'),
     ],
