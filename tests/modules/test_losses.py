@@ -1,5 +1,7 @@
 """cross_entropy_loss, fused_linear_cross_entropy_loss and their classes, on the reference."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,6 +62,25 @@ def test_differentiable_twice():
     logits, x, weight = tensor(3, 5, grad=True), tensor(3, 2, grad=True), tensor(5, 2, grad=True)
     assert torch.autograd.gradgradcheck(call, logits)
     assert torch.autograd.gradgradcheck(lambda x, w: fused_linear_cross_entropy_loss(x, target, w), (x, weight))
+
+
+def check_ignored_rows(backend):
+    """Whatever logits of rows that are not counted hold."""
+    logits = torch.tensor([[1.0, -2.0, 0.5], [float('inf'), 1.0, 2.0], [float('nan')] * 3, [-float('inf')] * 3])
+    target = torch.tensor([1, -100, -100, -100])
+    for options in (*OPTIONS.values(), {'lse_square_scale': 0.1}):
+        given = logits.clone().requires_grad_()
+        with trace() as recorded:
+            losses, z_losses = cross_entropy_loss(given, target, **{**options, 'ignore_index': -100})
+        assert recorded.last_backend('modules.cross_entropy_loss') == backend
+        losses.sum().backward()
+        assert losses[0] > 0
+        assert given.grad[0].all()
+        assert not any(one[1:].any() for one in (losses, z_losses, given.grad))
+
+
+def test_ignored_rows():
+    check_ignored_rows('reference')
 
 
 def test_as_pytorch_says():
@@ -139,6 +160,18 @@ BAD = [
     (lambda x, t: cross_entropy_loss(x, t, label_smoothing=1.5), ValueError, 'label_smoothing must be between 0 and 1'),
     (lambda x, t: cross_entropy_loss(x, t, logit_scale='1'), TypeError, 'logit_scale must be a number, got str'),
     (lambda x, t: cross_entropy_loss(x, t, logit_softcapping=0.0), ValueError, 'logit_softcapping must be positive or None'),
+    (
+        lambda x, t: cross_entropy_loss(x, t, logit_softcapping=math.inf),
+        ValueError,
+        'logit_softcapping must be finite, got inf',
+    ),
+    (lambda x, t: cross_entropy_loss(x, t, lse_square_scale='1'), TypeError, 'lse_square_scale must be a number, got str'),
+    (
+        lambda x, t: cross_entropy_loss(x, t, lse_square_scale=math.nan),
+        ValueError,
+        'lse_square_scale must be finite, got nan',
+    ),
+    (lambda x, t: cross_entropy_loss(x, t, label_smoothing=True), TypeError, 'label_smoothing must be a number, got bool'),
     (lambda x, t: cross_entropy_loss(x, t, ignore_index=1.0), TypeError, 'ignore_index must be an int, got float'),
     (lambda x, t: cross_entropy_loss(x, t, process_group='tp'), TypeError, 'process_group must be a torch.distributed'),
     (lambda x, t: fused_linear_cross_entropy_loss(x[0, 0], t, x), ValueError, r'x must be \[..., D\]'),

@@ -18,6 +18,7 @@ from tests.triton_support.compile_only import compile_only
 
 from .losses import OPTIONS, gradients, linear_oracle, oracle, targets
 from .oracle import error, tensor
+from .test_losses import check_ignored_rows
 
 KERNEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -92,6 +93,11 @@ def test_infinite_logits_and_targets_that_are_none():
     losses, _ = launch_forward(logits, torch.tensor([3, 3, 40]), Options(0.0, 1.0, 0.0, 0.0, -100, 0, 40))[:2]
     assert error(expected[:2], losses[:2]) <= bounds.EXACT[torch.float32]
     assert losses[2].isnan()
+
+
+@pytest.mark.interpreted
+def test_ignored_rows():
+    check_ignored_rows('default')
 
 
 @pytest.mark.interpreted

@@ -43,10 +43,9 @@ def _sharded(
     """As `launch_forward`, of rows whose columns are spread over the ranks of a group: two small reductions."""
     ranks = _group(group)
     picked, total, maximum, log_sum = launch_forward(logits, target, options, partial=True)
-    shards = torch.stack([picked, total, maximum + log_sum])
     largest = maximum.clone()
     distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=ranks)
-    shards[2] = torch.exp(maximum - largest + log_sum)
+    shards = torch.stack([picked, total, torch.exp(maximum - largest + log_sum)])
     distributed.all_reduce(shards, group=ranks)
     picked, total, log_sum = shards[0], shards[1], shards[2].log()
     losses = log_sum + (largest - picked)

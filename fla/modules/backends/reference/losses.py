@@ -32,13 +32,14 @@ class _Summed(torch.autograd.Function):
         return gradient, None
 
 
-def _lse_and_picked(
-    v: torch.Tensor, target: torch.Tensor, group: ProcessGroup | None
+def _of_rows(
+    v: torch.Tensor, target: torch.Tensor, with_mean: bool, group: ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of rows of `[N, V]`: the logarithm of the sum of exponentials, the number that the target names, and the mean."""
+    """Of rows of `[N, V]`: the logarithm of the sum of exponentials, the number that the target names, and the mean; without
+    it, in its place, anything."""
     if group is None:
         picked = v.gather(1, target.clamp(0, v.shape[1] - 1).long()[:, None])[:, 0]
-        return v.logsumexp(1), picked, v.mean(1)
+        return v.logsumexp(1), picked, v.mean(1) if with_mean else picked
     maximum = v.detach().amax(1)
     distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=group)
     local = target.long() - v.shape[1] * group.rank()
@@ -64,17 +65,18 @@ class ReferenceLosses:
         inplace_backward: bool = False,  # a permission, not made use of
         process_group: ProcessGroup | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        v = wide(logits) * logit_scale
+        ignored = target == ignore_index
+        # what is not counted is not computed with: the gradient of an infinite logit would be 0 * inf
+        v = wide(logits).masked_fill(ignored[:, None], 0.0) * logit_scale
         if logit_softcapping is not None:
             v = logit_softcapping * torch.tanh(v / logit_softcapping)
-        lse, picked, mean = _lse_and_picked(v, target, process_group)
+        lse, picked, mean = _of_rows(v, target, bool(label_smoothing), process_group)
         z_losses = lse_square_scale * lse.square()
         losses = (1.0 - label_smoothing) * (lse - picked) + z_losses
         if label_smoothing:
             losses = losses + label_smoothing * (lse - mean)
         classes = v.shape[1] * (1 if process_group is None else process_group.size())
         losses = torch.where((target >= 0) & (target < classes), losses, float('nan'))
-        ignored = target == ignore_index
         return torch.where(ignored, 0.0, losses), torch.where(ignored, 0.0, z_losses).detach()
 
     def fused_linear_cross_entropy_loss(
