@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import SILU, check_choice, check_floating, check_shape
+from fla.modules.checks import SILU, check_choice, check_floating, check_shape, check_written
 from fla.ops.backends import Verdict, dispatch, runs_on_triton
 from fla.ops.common.checks import check_cu_seqlens
 from fla.ops.common.triton_call import require_triton
@@ -31,9 +31,7 @@ def _narrow(weight: torch.Tensor) -> Verdict:
     return True, None
 
 
-def _step(cache: torch.Tensor, weight: torch.Tensor | None) -> Verdict:
-    if 0 in cache.stride():
-        return False, 'entries of the cache share memory'
+def _narrow_step(weight: torch.Tensor | None) -> Verdict:
     return (True, None) if weight is None else _narrow(weight)
 
 
@@ -125,9 +123,10 @@ def _check_update(
     check_shape('residual', residual, x.shape, 'shaped like x')
     count = x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
     check_shape('cache', cache, (count, channels, weight.shape[1]), '[N, D, W]')
+    check_written('cache', cache)
 
 
-@dispatch('modules', check=_check_update, default_verifier=(StepOnTriton, _step), mutates=('cache',))
+@dispatch('modules', check=_check_update, default_verifier=(StepOnTriton, _narrow_step), mutates=('cache',))
 def causal_conv1d_update(
     x: torch.Tensor,
     cache: torch.Tensor,
@@ -138,9 +137,12 @@ def causal_conv1d_update(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of `causal_conv1d`, for decoding. The cache is changed in place.
 
+    Decode under `torch.no_grad()` or `torch.inference_mode()`: where anything needs a gradient, the step is for `reference`,
+    and the cache joins the graph, which then keeps every step that went into it.
+
     Args:
         x: the step of N sequences: `[N, D]`, `[N, 1, D]` or, packed, `[1, N, D]`.
-        cache: `[N, D, W]`, the W steps before; afterwards the last W steps, x among them.
+        cache: `[N, D, W]`, the W steps before; afterwards the last W steps, x among them. No two elements share memory.
         residual: shaped like x, added last.
         weight: `[D, W]`, needed although it follows the residual; bias: `[D]`. activation: None, 'silu' or 'swish'.
 
@@ -167,10 +169,12 @@ class ShortConvolution(nn.Conv1d):
         kernel_size: W.
         bias: whether there is a bias `[D]`.
         activation: None, 'silu' or 'swish'.
+        backend: 'triton', 'cuda' or None, for callers of flash-linear-attention's class; without effect, as the functions
+            are dispatched.
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: for an unknown activation.
+        ValueError: for an unknown activation or backend.
     """
 
     def __init__(
@@ -179,11 +183,12 @@ class ShortConvolution(nn.Conv1d):
         kernel_size: int,
         bias: bool = False,
         activation: str | None = 'silu',
-        *,
+        backend: str | None = 'triton',
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_choice('activation', activation, (None, *SILU))
+        check_choice('backend', backend, ('triton', 'cuda', None))
         super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=bias, device=device, dtype=dtype)
         self.hidden_size, self.activation = hidden_size, activation
 
@@ -202,7 +207,8 @@ class ShortConvolution(nn.Conv1d):
             x: `[B, T, D]`.
             residual: shaped like x, added last.
             mask: `[B, T]`, 0 where x is padding and counts as zero; not with `cu_seqlens`.
-            cache: `[N, D, W]`, the W steps before the first. With one step per sequence it is changed in place.
+            cache: `[N, D, W]`, the W steps before the first. Where there are as many steps as sequences, as in decoding, it
+                is changed in place; see `causal_conv1d_update` about gradients.
             output_final_state: return the last W steps of each sequence.
             cu_seqlens: `[N + 1]`: packed sequences, with B == 1.
 
@@ -216,10 +222,18 @@ class ShortConvolution(nn.Conv1d):
             if cu_seqlens is not None:
                 raise ValueError('mask is for padded batches and cu_seqlens for packed ones: pass one of them')
             check_shape('mask', mask, x.shape[:2], '[B, T]')
-            x = x * mask[..., None].to(x.dtype)
+            x = x.masked_fill(mask[..., None] == 0, 0.0)
         weight = self.weight.squeeze(1)
         if cache is not None and cu_seqlens is None and x.shape[1] == 1:
             y, cache = causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation)
+            return y, cache if output_final_state else None
+        if cache is not None and cu_seqlens is not None and x.shape[1] == cu_seqlens.shape[0] - 1:
+            # whether each sequence has one step is known on the device alone: this is right for any lengths
+            check_written('cache', cache)
+            before = cache.clone() if torch.is_grad_enabled() else cache
+            y, final = causal_conv1d(x, weight, self.bias, residual, before, True, self.activation, cu_seqlens)
+            assert final is not None  # asked for
+            cache.copy_(final)
             return y, cache if output_final_state else None
         return causal_conv1d(
             x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens=cu_seqlens

@@ -155,10 +155,37 @@ def test_layer():
     assert error(y, torch.cat(pieces, 1)) < 1e-14
     assert error(oracle(x, weight, bias)[1], state) < 1e-14
 
+    # padding counts as zero, whatever it holds
+    padded = x.detach().clone()
+    padded[0, 0], padded[0, 1] = float('nan'), float('inf')
     mask = torch.ones(2, 9)
     mask[0, :2] = 0
-    assert error(layer(x[:1, 2:])[0], layer(x, mask=mask)[0][:1, 2:]) < 1e-14
+    for one in (mask, mask.bool(), 0.5 * mask):
+        assert error(layer(x[:1, 2:])[0], layer(padded, mask=one)[0][:1, 2:]) < 1e-14
     assert torch.equal(layer(x.reshape(1, 18, 6), cu_seqlens=torch.tensor([0, 9, 18]))[0].reshape(2, 9, 6), y)
+
+
+@pytest.mark.parametrize('grad', [False, True], ids=['no grad', 'grad'])
+@pytest.mark.parametrize('lens', [(1, 1, 1), (2, 0, 1)], ids=str)
+@pytest.mark.parametrize('output', [False, True])
+def test_as_many_steps_as_sequences(output, lens, grad):
+    """Decoding of packed sequences: the cache is changed in place, and right for other lengths of the same sum too."""
+    layer, cu = ShortConvolution(6, 4, backend='cuda').double(), torch.tensor([0, *lens]).cumsum(0)
+    cache, x = tensor(3, 6, 4), tensor(1, 6, 6, grad=grad)
+    state = cache.clone()
+    with torch.set_grad_enabled(grad):
+        for start in (0, 3):
+            y, after = layer(x[:, start : start + 3], cache=cache, output_final_state=output, cu_seqlens=cu)
+            expected, state = oracle(x[:, start : start + 3], layer.weight[:, 0], None, None, state, 'silu', cu)
+            assert error(expected, y) < 1e-14
+            assert error(state, cache) < 1e-14
+            assert after is (cache if output else None)
+    if grad:
+        # through the cache, too
+        inputs = (x, layer.weight)
+        wanted = torch.autograd.grad(expected.square().sum() + state.square().sum(), inputs)
+        for a, b in zip(wanted, torch.autograd.grad(y.square().sum() + cache.square().sum(), inputs), strict=True):
+            assert error(a, b) < 1e-13
 
 
 @pytest.mark.parametrize(
@@ -179,7 +206,14 @@ def test_layer():
         (lambda x, w: causal_conv1d_update(x[:, 0], x), TypeError, 'weight must be a tensor'),
         (lambda x, w: causal_conv1d_update(x, x, weight=w), ValueError, 'x must be one step'),
         (lambda x, w: causal_conv1d_update(x[:, 0], x, weight=w), ValueError, r'cache must be \[N, D, W\] = \[2, 3, 4\]'),
+        (lambda x, w: causal_conv1d_update(x[:, 0], w.expand(2, 3, 4), weight=w), ValueError, 'share memory'),
+        (
+            lambda x, w: causal_conv1d_update(x[:, 0], x.as_strided((2, 3, 4), (6, 2, 1)), weight=w),
+            ValueError,
+            'cache is writ',
+        ),
         (lambda x, w: ShortConvolution(3, 4, activation='tanh'), ValueError, 'activation must be one of'),
+        (lambda x, w: ShortConvolution(3, 4, backend='cudnn'), ValueError, 'backend must be one of'),
         (lambda x, w: ShortConvolution(3, 4)(x, mask=x), ValueError, r'mask must be \[B, T\]'),
         (
             lambda x, w: ShortConvolution(3, 4)(x[:1], mask=x[:1, :, 0], cu_seqlens=torch.tensor([0, 5])),
