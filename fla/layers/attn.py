@@ -21,12 +21,13 @@ class Attention(nn.Module):
         hidden_size: of the input and output.
         num_heads: query heads.
         num_kv_heads: key and value heads, a divisor of `num_heads`. Default: `num_heads`.
-        head_dim: of a head. Default: hidden_size / num_heads.
         qkv_bias: whether the projections of q, k and v have a bias.
         qk_norm: an RMS norm of each head of q and k, before the rotation.
         window_size: how many steps a query sees, itself the last. Default: all.
         rope_theta: base of the rotary frequencies; None: no positions.
+        max_position_embeddings: for callers of flash-linear-attention's class; without effect, as there is no table to fill.
         layer_idx: place in the cache.
+        head_dim: of a head. Default: hidden_size / num_heads.
         norm_eps: of the norms.
 
     Raises:
@@ -40,13 +41,14 @@ class Attention(nn.Module):
         hidden_size: int = 2048,
         num_heads: int = 32,
         num_kv_heads: int | None = None,
-        *,
-        head_dim: int | None = None,
         qkv_bias: bool = False,
         qk_norm: bool = False,
         window_size: int | None = None,
         rope_theta: float | None = 10000.0,
+        max_position_embeddings: int | None = None,
         layer_idx: int | None = None,
+        *,
+        head_dim: int | None = None,
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()

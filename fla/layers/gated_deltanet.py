@@ -28,8 +28,8 @@ class GatedDeltaNet(DeltaLayer):
         layer_idx: place in the cache.
         norm_eps: of the norm.
 
-    Parameters are named as in published checkpoints: `q_proj`, `k_proj`, `v_proj`, `a_proj`, `b_proj`, `g_proj`, `o_proj`,
-    `A_log` `[HV]`, `dt_bias` `[HV]`, `q_conv1d.weight` `[D, 1, W]`, …, `o_norm.weight` `[V]`.
+    Parameters are named as those of flash-linear-attention's layer: `q_proj`, `k_proj`, `v_proj`, `a_proj`, `b_proj`,
+    `g_proj`, `o_proj`, `A_log` `[HV]`, `dt_bias` `[HV]`, `q_conv1d.weight` `[D, 1, W]`, …, `o_norm.weight` `[V]`.
 
     Raises:
         ValueError: for sizes that do not fit.

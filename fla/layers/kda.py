@@ -26,9 +26,10 @@ class KimiDeltaAttention(DeltaLayer):
         layer_idx: place in the cache.
         norm_eps: of the norm.
 
-    Parameters are named as in published checkpoints: `q_proj`, `k_proj`, `v_proj`, `b_proj`, `o_proj`, the low-rank
-    projections of the decay, `f_proj.0` and `f_proj.1`, and of the output gate, `g_proj.0` and `g_proj.1` (with a bias),
-    `A_log` `[HV]`, `dt_bias` `[HV * K]`, `q_conv1d.weight` `[D, 1, W]`, …, `o_norm.weight` `[V]`.
+    Parameters are named as those of flash-linear-attention's layer: `q_proj`, `k_proj`, `v_proj`, `b_proj`, `o_proj`, the
+    low-rank projections of the decay, `f_proj.0` and `f_proj.1`, and of the output gate, `g_proj.0` and `g_proj.1` (with a
+    bias), `A_log` `[HV]`, `dt_bias` `[HV * K]`, `q_conv1d.weight` `[D, 1, W]`, …, `o_norm.weight` `[V]`.
+    Checkpoints of Kimi Linear have other names, `f_a_proj`, `f_b_proj`, `g_a_proj` and `g_b_proj`, for the four of low rank.
 
     Raises:
         ValueError: for sizes that do not fit.

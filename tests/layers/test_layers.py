@@ -295,6 +295,17 @@ def test_names_in_checkpoints():
     }
 
 
+def test_arguments_of_flash_linear_attention():
+    """In its order; the one without effect changes nothing."""
+    torch.manual_seed(0)
+    layer = Attention(HIDDEN, 3, 1, True, True, 4, 500.0, 2048, 0)
+    torch.manual_seed(0)
+    named = Attention(HIDDEN, 3, 1, qkv_bias=True, qk_norm=True, window_size=4, rope_theta=500.0, layer_idx=0)
+    x = hidden(1, 6, dtype=torch.float32)
+    assert layer.layer_idx == 0
+    assert torch.equal(layer(x)[0], named(x)[0])
+
+
 def test_initial_decay():
     layer = GatedDeltaNet(HIDDEN, head_dim=4, num_heads=64)
     dt = F.softplus(layer.dt_bias)
