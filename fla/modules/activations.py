@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 
 from fla.modules.checks import check_dims, check_floating, check_same, check_shape, under_autocast
-from fla.ops.backends import dispatch, runs_on_triton
+from fla.modules.on_triton import on_triton
+from fla.ops.backends import dispatch
 from fla.ops.common.triton_call import require_triton
-
-
-class _OnTriton(runs_on_triton):
-    """float64 is for the reference: kernels compute in float32."""
-
-    dtypes = {'x': (torch.float16, torch.bfloat16, torch.float32)}
 
 
 def _check_swiglu(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -21,7 +16,7 @@ def _check_swiglu(x: torch.Tensor, y: torch.Tensor) -> None:
     check_same('y', y, 'x', x)
 
 
-@dispatch('modules', check=_check_swiglu, default_verifier=_OnTriton)
+@dispatch('modules', check=_check_swiglu, default_verifier=on_triton('x'))
 def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """`silu(x) y`, in at least float32 and rounded once.
 
@@ -50,7 +45,7 @@ def _check_silu_and_mul(x: torch.Tensor) -> None:
         raise ValueError(f'the last dimension of x must be even, [..., 2D], got shape {list(x.shape)}')
 
 
-@dispatch('modules', check=_check_silu_and_mul, default_verifier=_OnTriton)
+@dispatch('modules', check=_check_silu_and_mul, default_verifier=on_triton('x'))
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(first half) second half` of the last dimension, in at least float32 and rounded once.
 
@@ -85,7 +80,7 @@ def _check_swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor,
             raise TypeError(f'{name} must have the dtype of x, {x.dtype}, outside autocast, got {tensor.dtype}')
 
 
-@dispatch('modules', check=_check_swiglu_linear, default_verifier=_OnTriton)
+@dispatch('modules', check=_check_swiglu_linear, default_verifier=on_triton('x'))
 def swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear(swiglu(x, y), weight, bias)`: the second half of a SwiGLU feed-forward layer.
 

@@ -6,23 +6,12 @@ import torch
 from torch import nn
 
 from fla.modules.checks import SILU, check_choice, check_floating, check_shape, check_written
-from fla.ops.backends import Verdict, dispatch, runs_on_triton
+from fla.modules.on_triton import on_triton
+from fla.ops.backends import Verdict, dispatch
 from fla.ops.common.checks import check_cu_seqlens
 from fla.ops.common.triton_call import require_triton
 
 MOST_TAPS = 8  # of the Triton kernels: wider filters take too many registers
-
-
-class ConvolutionOnTriton(runs_on_triton):
-    """float64 is for the reference: the kernels compute in float32."""
-
-    dtypes = {'x': (torch.float16, torch.bfloat16, torch.float32)}
-
-
-class StepOnTriton(ConvolutionOnTriton):
-    """The kernel of one step has no gradient."""
-
-    grad = 'none'
 
 
 def _narrow(weight: torch.Tensor) -> Verdict:
@@ -66,7 +55,7 @@ def _check(
     check_shape('initial_state', initial_state, (count, x.shape[2], weight.shape[1]), '[N, D, W]')
 
 
-@dispatch('modules', check=_check, default_verifier=(ConvolutionOnTriton, _narrow))
+@dispatch('modules', check=_check, default_verifier=(on_triton('x'), _narrow))
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -126,7 +115,9 @@ def _check_update(
     check_written('cache', cache)
 
 
-@dispatch('modules', check=_check_update, default_verifier=(StepOnTriton, _narrow_step), mutates=('cache',))
+@dispatch(
+    'modules', check=_check_update, default_verifier=(on_triton('x', gradient=False), _narrow_step), mutates=('cache',)
+)
 def causal_conv1d_update(
     x: torch.Tensor,
     cache: torch.Tensor,

@@ -8,17 +8,12 @@ import torch
 from torch import nn
 
 from fla.modules.checks import check_choice, check_finite, check_floating, check_int
-from fla.ops.backends import check_tensors, dispatch, runs_on_triton
+from fla.modules.on_triton import on_triton
+from fla.ops.backends import check_tensors, dispatch
 from fla.ops.common.checks import readable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-class CrossEntropyOnTriton(runs_on_triton):
-    """float64 is for the reference: the kernels compute in float32."""
-
-    dtypes = {'logits': (torch.float16, torch.bfloat16, torch.float32)}
 
 
 def check_loss(
@@ -88,7 +83,7 @@ def check_group(process_group: object) -> int:
 
 
 # the backward may write over the logits: nobody may run a call again
-@dispatch('modules', check=_check, default_verifier=CrossEntropyOnTriton, mutates=('logits',))
+@dispatch('modules', check=_check, default_verifier=on_triton('logits'), mutates=('logits',))
 def cross_entropy_loss(
     logits: torch.Tensor,
     target: torch.Tensor,

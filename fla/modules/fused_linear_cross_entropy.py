@@ -7,13 +7,8 @@ from torch import nn
 
 from fla.modules.checks import check_choice, check_dims, check_floating, check_shape, under_autocast
 from fla.modules.fused_cross_entropy import REDUCTIONS, check_loss
-from fla.ops.backends import check_tensors, dispatch, runs_on_triton
-
-
-class LinearCrossEntropyOnTriton(runs_on_triton):
-    """float64 is for the reference: the kernels compute in float32."""
-
-    dtypes = {'x': (torch.float16, torch.bfloat16, torch.float32)}
+from fla.modules.on_triton import on_triton
+from fla.ops.backends import check_tensors, dispatch
 
 
 def _check(
@@ -47,7 +42,7 @@ def _check(
     check_loss(flat, flat.shape[0], classes, label_smoothing, logit_scale, logit_softcapping, ignore_index, check_values)
 
 
-@dispatch('modules', check=_check, default_verifier=LinearCrossEntropyOnTriton)
+@dispatch('modules', check=_check, default_verifier=on_triton('x'))
 def fused_linear_cross_entropy_loss(
     x: torch.Tensor,
     target: torch.Tensor,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fla.modules.checks import SILU, check_choice, check_floating, check_shape
-from fla.modules.layernorm import NormOnTriton, check_norm, fit
+from fla.modules.layernorm import check_norm, fit, norm_on_triton
 from fla.ops.backends import dispatch
 from fla.ops.common.triton_call import require_triton
 
@@ -30,7 +30,7 @@ def _check(
     check_choice('activation', activation, ACTIVATIONS)
 
 
-@dispatch('modules', check=_check, default_verifier=NormOnTriton)
+@dispatch('modules', check=_check, default_verifier=norm_on_triton)
 def rms_norm_gated(
     x: torch.Tensor,
     g: torch.Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.modules.checks import check_dims, check_eps, check_floating
-from fla.modules.layernorm import NormOnTriton, fit
+from fla.modules.layernorm import fit, norm_on_triton
 from fla.ops.backends import dispatch
 from fla.ops.common.checks import FLOATS
 from fla.ops.common.triton_call import require_triton
@@ -21,7 +21,7 @@ def _check(x: torch.Tensor, eps: float, output_dtype: torch.dtype | None) -> Non
         raise TypeError(f'output_dtype must be a floating dtype or None, got {output_dtype}')
 
 
-@dispatch('modules', check=_check, default_verifier=NormOnTriton)
+@dispatch('modules', check=_check, default_verifier=norm_on_triton)
 def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
     """`x rsqrt(sum x^2 + eps)` over the last dimension, computed in at least float32.
 

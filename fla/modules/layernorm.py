@@ -9,16 +9,13 @@ import torch
 from torch import nn
 
 from fla.modules.checks import check_dims, check_eps, check_floating, check_int, check_shape
-from fla.ops.backends import dispatch, runs_on_triton
+from fla.modules.on_triton import on_triton
+from fla.ops.backends import dispatch
 from fla.ops.backends.backend import Verdict
 from fla.ops.common.checks import FLOATS
 from fla.ops.common.triton_call import require_triton
 
-
-class NormOnTriton(runs_on_triton):
-    """float64 is for the reference: kernels compute in float32."""
-
-    dtypes = dict.fromkeys(('x', 'residual', 'g', 'weight', 'bias'), (torch.float16, torch.bfloat16, torch.float32))
+norm_on_triton = on_triton('x', 'residual', 'g', 'weight', 'bias')
 
 
 def fit(
@@ -68,7 +65,7 @@ def check_norm(
     check_eps(eps)
 
 
-@dispatch('modules', check=check_norm, default_verifier=NormOnTriton)
+@dispatch('modules', check=check_norm, default_verifier=norm_on_triton)
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -97,10 +94,10 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
-    return _on_triton('rms_norm', 'rms', x, weight, bias, residual, eps, prenorm, residual_in_fp32)
+    return _normalized('rms_norm', 'rms', x, weight, bias, residual, eps, prenorm, residual_in_fp32)
 
 
-@dispatch('modules', check=check_norm, default_verifier=NormOnTriton)
+@dispatch('modules', check=check_norm, default_verifier=norm_on_triton)
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -128,7 +125,7 @@ def layer_norm(
     Source: Ba, Kiros and Hinton 2016, "Layer Normalization", arXiv 1607.06450.
     """
     kind = 'rms' if is_rms_norm else 'layer'
-    return _on_triton('layer_norm', kind, x, weight, bias, residual, eps, prenorm, residual_in_fp32)
+    return _normalized('layer_norm', kind, x, weight, bias, residual, eps, prenorm, residual_in_fp32)
 
 
 def _check_group_norm(
@@ -156,7 +153,7 @@ def _groups_on_triton(num_groups: int) -> Verdict:
     return True, None
 
 
-@dispatch('modules', check=_check_group_norm, default_verifier=(NormOnTriton, _groups_on_triton))
+@dispatch('modules', check=_check_group_norm, default_verifier=(norm_on_triton, _groups_on_triton))
 def group_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -186,10 +183,10 @@ def group_norm(
     arXiv 2307.08621, use it.
     """
     kind = 'rms' if is_rms_norm else 'layer'
-    return _on_triton('group_norm', kind, x, weight, bias, residual, eps, prenorm, residual_in_fp32, num_groups)
+    return _normalized('group_norm', kind, x, weight, bias, residual, eps, prenorm, residual_in_fp32, num_groups)
 
 
-def _on_triton(name: str, kind: str, x: torch.Tensor, *arguments: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def _normalized(name: str, kind: str, x: torch.Tensor, *arguments: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if not x.is_cuda:
         require_triton(name, x, 'x')
     from fla.modules.kernels.norms_autograd import normalize

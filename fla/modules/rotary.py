@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from fla.modules.checks import check_dims, check_floating, check_int, check_shape, check_written
-from fla.ops.backends import check_tensors, dispatch, runs_on_triton
+from fla.modules.on_triton import on_triton
+from fla.ops.backends import check_tensors, dispatch
 from fla.ops.common.checks import check_cu_seqlens
 from fla.ops.common.gates import wide
 from fla.ops.common.triton_call import require_triton
@@ -75,19 +76,13 @@ def _check(
             raise ValueError(f'cos has S = {cos.shape[0]} rows, but positions go from {last.min} to {last.max}')
 
 
-class _OnTriton(runs_on_triton):
-    """float64 is for the reference: the kernel computes in float32."""
-
-    dtypes = {'x': (torch.float16, torch.bfloat16, torch.float32)}
-
-
 def _fixed_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[bool, str | None]:
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return False, 'the Triton kernel has no gradient of cos and sin'
     return True, None
 
 
-@dispatch('modules', check=_check, default_verifier=(_OnTriton, _fixed_tables), mutates=('x',))
+@dispatch('modules', check=_check, default_verifier=(on_triton('x'), _fixed_tables), mutates=('x',))
 def rotary_embedding(
     x: torch.Tensor,
     cos: torch.Tensor,
