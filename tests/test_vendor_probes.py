@@ -23,7 +23,7 @@ from fla.ops.attn.backends.varlen import TorchVarlenBackend
 from fla.ops.attn.backends.xformers import XFormersBackend
 from fla.ops.backends import default_dispatcher, explain
 from fla.ops.common import vendor
-from tests.ops.vendors import BF16, H100, describe, fakes, pretend
+from tests.ops.vendors import BF16, H100, fakes, metadata, pretend
 from tests.vendor_signatures import SIGNATURES
 
 ROWS = (rms_norm, {'x': torch.ones(3, 16, dtype=BF16), 'weight': torch.ones(16, dtype=BF16)})
@@ -73,7 +73,7 @@ def package(monkeypatch, tmp_path):
             folder = tmp_path.joinpath(*module.split('.'))
             folder.mkdir(parents=True)
             (folder / '__init__.py').write_text(text)
-        describe(monkeypatch, tmp_path, root, distribution, version)
+        metadata(monkeypatch, tmp_path, root, distribution, version)
         monkeypatch.setenv(backend.env_var, '1')
         pretend(monkeypatch, H100)
         monkeypatch.setattr(vendor, '_place', lambda device: torch.device('cpu'))

@@ -19,11 +19,11 @@ def install(monkeypatch, folder, module, distribution, version, **functions):
     stub = types.ModuleType(module)
     vars(stub).update(functions)
     monkeypatch.setitem(sys.modules, module, stub)
-    describe(monkeypatch, folder, module, distribution, version)
+    metadata(monkeypatch, folder, module, distribution, version)
     return stub
 
 
-def describe(monkeypatch, folder, module, distribution, version):
+def metadata(monkeypatch, folder, module, distribution, version):
     """The metadata of a distribution, in a folder from which modules are then imported, too."""
     info = folder / f'{distribution.replace("-", "_")}-{version}.dist-info'
     info.mkdir()
