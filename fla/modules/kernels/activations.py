@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from fla.modules.kernels.rows import rows
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.reference import without_autocast
 from fla.ops.common.triton_call import DEVICES, on_device_of
@@ -74,28 +75,12 @@ def _backward(
         tl.store(z + row * D + col, (silu * b).to(z.dtype.element_ty), mask=inside)
 
 
-def _in_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """x, or a copy, and the distance of its rows, whose elements are neighbours."""
-    if x.is_contiguous():
-        return x, x.shape[-1]
-    stride, shape = x.stride(), x.shape
-    if stride[-1] != 1 and shape[-1] != 1:
-        return x.contiguous(), shape[-1]
-    row = next((s for s, size in zip(stride[-2::-1], shape[-2::-1], strict=True) if size != 1), 0)
-    reach = row
-    for s, size in zip(stride[-2::-1], shape[-2::-1], strict=True):
-        if size != 1 and s != reach:
-            return x.contiguous(), shape[-1]
-        reach *= size
-    return x, row
-
-
-def _tile(rows: int, D: int, itemsize: int) -> tuple[int, int, tuple[int]]:
+def _tile(count: int, D: int, itemsize: int) -> tuple[int, int, tuple[int]]:
     """Rows and columns of a program, and the grid: 4 KiB of each tensor, so 32 bytes of each a thread of four warps."""
     numbers = 4096 // itemsize
     block = min(triton.next_power_of_2(D), numbers)
-    block_rows = min(numbers // block, triton.next_power_of_2(rows))
-    return block_rows, block, (triton.cdiv(rows, block_rows) * triton.cdiv(D, block),)
+    block_rows = min(numbers // block, triton.next_power_of_2(count))
+    return block_rows, block, (triton.cdiv(count, block_rows) * triton.cdiv(D, block),)
 
 
 def _launch_forward(x: torch.Tensor, y: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -104,15 +89,16 @@ def _launch_forward(x: torch.Tensor, y: torch.Tensor | None, dtype: torch.dtype)
     z = torch.empty((*x.shape[:-1], D), dtype=dtype, device=x.device)
     if z.numel() == 0:
         return z
-    rows = z.numel() // D
-    x, x_row = _in_rows(x)
-    second, second_row = (x, x_row) if y is None else _in_rows(y)
-    if y is not None and x_row == second_row == D:
+    count = z.numel() // D
+    (x, second), (x_row, second_row) = rows(x, y)
+    if y is None:
+        second, second_row = x, x_row
+    elif x_row == second_row == D:
         # as one row: no remainder at the end of each
-        rows, D = 1, z.numel()
-    block_rows, block, grid = _tile(rows, D, x.element_size())
+        count, D = 1, z.numel()
+    block_rows, block, grid = _tile(count, D, x.element_size())
     with on_device_of(x):
-        _forward[grid](x, second, z, rows, D, x_row, second_row, y is None, block_rows, block)
+        _forward[grid](x, second, z, count, D, x_row, second_row, y is None, block_rows, block)
     return z
 
 
@@ -125,17 +111,17 @@ def _launch_backward(
     if dx.numel() == 0:
         return dx, dy
     D = dz.shape[-1]
-    rows = dz.numel() // D
-    x, x_row = _in_rows(x)
-    second, second_row = (x, x_row) if y is None else _in_rows(y)
-    dz, dz_row = _in_rows(dz)
+    count = dz.numel() // D
+    (x, second, dz), (x_row, second_row, dz_row) = rows(x, y, dz)
     d_row = dx.shape[-1]
-    if y is not None and x_row == second_row == dz_row == D:
-        rows, D = 1, dz.numel()
-    block_rows, block, grid = _tile(rows, D, x.element_size())
+    if y is None:
+        second, second_row = x, x_row
+    elif x_row == second_row == dz_row == D:
+        count, D = 1, dz.numel()
+    block_rows, block, grid = _tile(count, D, x.element_size())
     with on_device_of(x):
         _backward[grid](
-            *(x, second, dz, dx, dy, z, rows, D, x_row, second_row, dz_row, d_row),
+            *(x, second, dz, dx, dy, z, count, D, x_row, second_row, dz_row, d_row),
             *(y is None, block_rows, block),
         )
     return dx, dy
@@ -177,17 +163,17 @@ def _linear_backward(
 ) -> Any:
     needs_x, needs_y, needs_weight, needs_bias = needs_input_grad
     (out, D), count = weight.shape, do.shape[:-1].numel()
-    rows = do.reshape(count, out)
+    do = do.reshape(count, out)
     dx = dy = dweight = None
     with without_autocast(x.device):
         z = torch.empty(x.shape, dtype=weight.dtype, device=x.device) if needs_weight else None
         if needs_x or needs_y:
-            dx, dy = _launch_backward(x, y, (rows @ weight).view(x.shape), z)
+            dx, dy = _launch_backward(x, y, (do @ weight).view(x.shape), z)
         elif needs_weight:
             z = _launch_forward(x, y, weight.dtype)
         if z is not None:
-            dweight = rows.t() @ z.view(count, D)
-        dbias = rows.sum(0) if bias is not None and needs_bias else None
+            dweight = do.t() @ z.view(count, D)
+        dbias = do.sum(0) if bias is not None and needs_bias else None
     return dx if needs_x else None, dy if needs_y else None, dweight, dbias
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from fla.modules.kernels.rows import rows
 from fla.utils.devices import check_shared_mem
 
 # Elements of the longest row that stays in registers: forward, backward.
@@ -348,7 +349,7 @@ def forward(
     if x.numel() == 0:
         return y, total
     count, D = x.numel() // x.shape[-1], x.shape[-1] // norm.num_groups
-    inputs, strides = _rows(x, residual, g)
+    inputs, strides = rows(x, residual, g)
     arguments = (*inputs, _flat(weight), _flat(bias), y, total)
     options = {'D': D, 'GROUPS': norm.num_groups, 'KIND': norm.kind, 'ACTIVATION': norm.activation}
     if D > IN_REGISTERS[0]:
@@ -395,7 +396,7 @@ def backward(
     programs = min(-(-count // ROWS), max(1, programs // norm.num_groups))
     new = torch.zeros if D > IN_REGISTERS[1] else torch.empty
     sums = [None if p is None else new((programs, *p.shape), dtype=torch.float32, device=p.device) for p in parameters]
-    inputs, strides = _rows(x, residual, g, dy, dtotal)
+    inputs, strides = rows(x, residual, g, dy, dtotal)
     arguments = (*inputs[:3], _flat(weight), _flat(bias), *inputs[3:], dx, dresidual, dg, *sums, count)
     options = {'D': D, 'GROUPS': norm.num_groups, 'KIND': norm.kind, 'ACTIVATION': norm.activation, 'BD': BD}
     grid = (programs, norm.num_groups)
@@ -445,21 +446,6 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type == 'xpu':
         return torch.xpu.get_device_properties(device).gpu_subslice_count
     return 1  # an interpreter
-
-
-def _rows(*tensors: torch.Tensor | None) -> tuple[list[Any], list[int]]:
-    """Tensors, or copies where it must be, as rows that are evenly apart, each contiguous; and how far apart they are."""
-    found, strides = [], []
-    for x in tensors:
-        stride = 0 if x is None else x.shape[-1]
-        if x is not None and not x.is_contiguous():
-            x = x.reshape(-1, x.shape[-1])
-            if x.stride(1) != 1:
-                x = x.contiguous()
-            stride = x.stride(0)
-        found.append(x)
-        strides.append(stride)
-    return found, strides
 
 
 def _flat(parameter: torch.Tensor | None) -> torch.Tensor | None:
