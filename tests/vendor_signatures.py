@@ -34,7 +34,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         *('x', 'weight', 'bias', 'seq_idx', 'initial_states', 'return_final_states', 'final_states_out', 'activation'),
     ),
     'causal_conv1d.causal_conv1d_update': ('x', 'conv_state', 'weight', 'bias', 'activation'),
-    # FlashInfer, 0.7.4
+    # FlashInfer, 0.6.14 to 0.7.4
     'flashinfer.activation.silu_and_mul': ('input',),
     'flashinfer.rope.apply_rope_with_cos_sin_cache_inplace': (
         *('positions', 'query', 'key', 'head_size', 'cos_sin_cache', 'is_neox'),
@@ -45,7 +45,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         *('q', 'k', 'v', 'scale_q', 'scale_k', 'scale_v', 'o_dtype', 'custom_mask', 'packed_custom_mask', 'causal'),
         *('kv_layout', 'pos_encoding_mode', 'use_fp16_qk_reduction', 'sm_scale', 'window_left'),
     ),
-    # FlashAttention 2, 2.8.3; 3, as built from its folder `hopper`
+    # FlashAttention 2, 2.7.0 and 2.8.3; 3, as built from its folder `hopper`
     'flash_attn.flash_attn_func': (
         *('q', 'k', 'v', 'dropout_p', 'softmax_scale', 'causal', 'window_size', 'softcap', 'alibi_slopes', 'deterministic'),
     ),

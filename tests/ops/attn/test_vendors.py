@@ -275,7 +275,7 @@ def test_refused_by_one(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ('name', 'version', 'reason'),
-    [('flash_attn', '2.6.3', '>=2.7'), ('flashinfer', '0.7.2', '>=0.7.4'), ('xformers', '0.0.29', '>=0.0.30')],
+    [('flash_attn', '2.6.3', '>=2.7'), ('flashinfer', '0.6.13', '>=0.6.14'), ('xformers', '0.0.29', '>=0.0.30')],
 )
 def test_old_versions(monkeypatch, tmp_path, name, version, reason):
     installed(monkeypatch, tmp_path, name, version=version)

@@ -18,7 +18,7 @@ class FlashInferBackend(FlashInferNorms, FlashInferActivations, FlashInferRotary
 
     backend_type = 'flashinfer'
     package_name = 'flashinfer'
-    package_version = 'flashinfer-python>=0.7.4'  # the oldest that was looked at
+    package_version = 'flashinfer-python>=0.6.14'  # the oldest that was looked at
     env_var = 'FLA_FLASHINFER'
     default_enable = False
     vendor = 'flashinfer'

@@ -17,7 +17,7 @@ class FlashInferBackend(BaseBackend):
 
     backend_type = 'flashinfer'
     package_name = 'flashinfer'
-    package_version = 'flashinfer-python>=0.7.4'  # the oldest that was looked at
+    package_version = 'flashinfer-python>=0.6.14'  # the oldest that was looked at
     env_var = 'FLA_FLASHINFER_ATTN'
     vendor = 'flashinfer'
     devices = ('cuda',)
