@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fla.modules.backends.causal_conv1d import CausalConv1dBackend
 from fla.modules.backends.flag_gems import FlagGemsBackend
@@ -141,6 +142,18 @@ def test_what_is_usable_says_what_it_has_to(package, caplog, recwarn):
     assert [str(one.message) for one in recwarn if one.category is UserWarning] == ['no GPU']
     assert logging.getLogger('flash_attn').propagate
     assert not logging.getLogger('flash_attn').handlers
+
+
+def test_tensors_that_a_package_makes_on_import_are_ordinary(package):
+    """Whatever the call is made under that it is imported for."""
+    package('flash_attn', 'import torch\nTABLE = torch.ones(1)', 'def {}(q, k, v, *args, **more):\n    return v\n')
+    function, arguments = HEADS
+    arguments = fakes(arguments)
+    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
+        assert explain(function, **arguments).winner == 'flash_attn'
+    table = sys.modules['flash_attn'].TABLE
+    assert type(table) is torch.Tensor
+    assert not table.is_inference()
 
 
 def test_nonsense(package):

@@ -57,7 +57,7 @@ def smallest_call(
     if torch.cuda.is_current_stream_capturing():
         return False, 'asked for inside a CUDA graph capture, where it cannot be tried: call it once before, then refresh()'
     # a plan may be made inside a trace or under FakeTensorMode
-    with _imported(needs), _disable_current_modes(), torch.inference_mode():
+    with _disable_current_modes(), _imported(needs), torch.inference_mode():
         result = call(_place(device))
         worst = float((result.double() - expected).abs().max())
     if worst <= 0.02 * abs(expected):
@@ -79,7 +79,7 @@ def _imported(needs: Sequence[str]) -> Iterator[None]:
     logger.propagate = False
     try:
         # not around the call, which may compile for minutes: it holds for all threads
-        with warnings.catch_warnings(record=True) as warned:
+        with warnings.catch_warnings(record=True) as warned, torch.inference_mode(False):  # for tensors that it keeps
             for path in needs:
                 _import(path)
         yield

@@ -341,3 +341,18 @@ def test_gpus():
     assert not verdict
     assert '10.0' in str(reason[0] % reason[1:])
     assert FlashAttention3Backend.min_capability == (9, 0)
+
+
+@pytest.mark.parametrize('cu', [None, CU], ids=['equal', 'packed'])
+def test_compiled(monkeypatch, tmp_path, cu):
+    """What may be traced has no graph break: an address, which cannot be, is not looked at."""
+    backend = installed(monkeypatch, tmp_path, 'flash_attn')
+    monkeypatch.setattr(sys.modules['flash_attn'], 'flash_attn_func', lambda q, k, v, **_: q + v.repeat_interleave(2, 2))
+    monkeypatch.setattr(
+        sys.modules['flash_attn'], 'flash_attn_varlen_func', lambda q, k, v, *_, **more: q + v.repeat_interleave(2, 1)
+    )
+    tensors = given(batch=1)
+    compiled = torch.compile(backend.parallel_attn, fullgraph=True, backend='eager', dynamic=True)
+    for length in (24, 30):
+        tensors = given(batch=1, length=length)
+        assert torch.equal(compiled(**tensors, cu_seqlens=cu), backend.parallel_attn(**tensors, cu_seqlens=cu))
