@@ -1,11 +1,14 @@
 """What changes while another thread compiles: a compiled caller chooses as eager does from its next call on."""
 
+import sys
 import threading
+import types
 
 import pytest
 import torch
 
 from fla.ops.backends import Policy, prefer_backend, set_policy
+from fla.ops.backends.dynamo import another_thread_compiles
 from tests.backends.compiled import Compiled, two
 
 WAIT = 60
@@ -84,3 +87,9 @@ def test_names_of_a_renewed_plan_live_as_long_as_it_does():
     assert f() == toy.ran() == 'a'
     set_policy(Policy(deny='a'))
     assert f() == toy.ran() == 'b'
+
+
+def test_another_thread_is_importing_dynamo(monkeypatch):
+    """A module is listed from the beginning of its import on, with what it has by then."""
+    monkeypatch.setitem(sys.modules, 'torch._dynamo.convert_frame', types.ModuleType('torch._dynamo.convert_frame'))
+    assert not another_thread_compiles()

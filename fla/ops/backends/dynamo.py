@@ -46,12 +46,13 @@ _replaced: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def another_thread_compiles() -> bool:
     """Whether Dynamo is at work in another thread."""
-    frames: Any = sys.modules.get('torch._dynamo.convert_frame')
-    if frames is None:
+    # a module is listed before it is imported to its end: another thread may be at it, and then nothing was compiled yet
+    lock: Any = getattr(sys.modules.get('torch._dynamo.convert_frame'), 'compile_lock', None)
+    if lock is None:
         return False
-    mine = bool(frames.compile_lock.acquire(blocking=False))
+    mine = bool(lock.acquire(blocking=False))
     if mine:
-        frames.compile_lock.release()
+        lock.release()
     return not mine
 
 
