@@ -3,7 +3,7 @@ definition in float64."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,7 +125,8 @@ def like(x: torch.Tensor) -> torch.Tensor:
 
 
 def strided(given: Case) -> Case:
-    """The same numbers in tensors that are not contiguous: heads before steps, gaps of NaN around every row."""
+    """The same numbers in tensors that are not contiguous: heads before steps, gaps of NaN around every row and between
+    the lengths."""
     found = {}
     for name, x in given.tensors.items():
         if x.dim() == 4 and name != 'initial_state':
@@ -137,7 +138,13 @@ def strided(given: Case) -> Case:
             found[name] = x.transpose(2, 3).contiguous().transpose(2, 3)
         else:
             found[name] = x
-    return given.with_tensors(**found)
+    ends = None if given.cu_seqlens is None else apart(given.cu_seqlens)
+    return replace(given.with_tensors(**found), cu_seqlens=ends)
+
+
+def apart(lens: torch.Tensor) -> torch.Tensor:
+    """The same lengths, two numbers apart in memory."""
+    return torch.stack([lens, torch.full_like(lens, -1)], 1)[:, 0]
 
 
 def normalised(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from fla.ops.gated_delta_rule.backends.tilelang import GatedDeltaRuleTileLang
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.backends.tilelang import KDATileLang
 from tests import bounds
-from tests.ops.delta_rules import case, measure
+from tests.ops.delta_rules import apart, case, measure
 from tests.tilelang_support.backends import interpreted, no_compiler
 from tests.tilelang_support.interpreter import Buffer, Machine, load
 
@@ -32,8 +32,10 @@ def check(monkeypatch, function, **options):
     interpreted(monkeypatch, op)
     method = getattr(backend(), function.__name__)
 
+    ends = None if given.cu_seqlens is None else apart(given.cu_seqlens)
+
     def run(tensors):
-        return method(**tensors, **given.options, cu_seqlens=given.cu_seqlens, output_final_state=True)
+        return method(**tensors, **given.options, cu_seqlens=ends, output_final_state=True)
 
     wrong = []
     for name, (rms, row, _) in measure(given, run).items():

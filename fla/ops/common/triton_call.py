@@ -47,9 +47,9 @@ def in_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def flat(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """A_log or dt_bias, of any shape and strides, as the kernels read it."""
-    return None if parameter is None else parameter.reshape(-1).contiguous()
+def flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A list of numbers (A_log, dt_bias, sink_bias, cu_seqlens), of any shape and strides, as the kernels read it."""
+    return None if tensor is None else tensor.reshape(-1).contiguous()
 
 
 def no_steps(

@@ -41,7 +41,7 @@ def _forward(
     options = Options(scale, l2norm, gate, sigmoid, double, v_first)
     with on_device_of(q), sound_products(k, v, cu_seqlens is None):
         return chunk_forward(
-            q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, cu_seqlens, options, output_final_state
+            *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, flat(cu_seqlens), options, output_final_state)
         )
 
 
@@ -98,7 +98,7 @@ def _backward(
     options = Options(scale, l2norm, gate, sigmoid, double, v_first)
     with on_device_of(q), sound_products(k, v, cu_seqlens is None):
         gradients = chunk_backward(
-            *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, cu_seqlens),
+            *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, flat(cu_seqlens)),
             *(G, inverse, do, dfinal_state, options),
         )
     d_A_log = None if A_log is None or gradients.A_log is None else gradients.A_log.reshape(A_log.shape)

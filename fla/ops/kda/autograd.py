@@ -52,7 +52,8 @@ def _forward(
     state = None if initial_state is None else initial_state.contiguous()
     with on_device_of(q), sound_products(k, v, cu_seqlens is None):
         o, final, saved, h = chunk_forward(
-            q, k, v, g, beta, settings, state, output_final_state, flat(A_log), flat(dt_bias), cu_seqlens, keep, states
+            *(q, k, v, g, beta, settings, state, output_final_state),
+            *(flat(A_log), flat(dt_bias), flat(cu_seqlens), keep, states),
         )
     kept = saved[11:] if keep else (None,) * len(_KEPT)
     if h is not None and keep:
@@ -146,11 +147,10 @@ def backward_with(within: Callable[..., Within]) -> Callable[..., Any]:
         q, k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g))
         state = None if initial_state is None else initial_state.contiguous()
         with on_device_of(q), sound_products(k, v, cu_seqlens is None):
-            layout = layout_of(q.shape[0], q.shape[1], SIZE, cu_seqlens)
+            ends = flat(cu_seqlens)
+            layout = layout_of(q.shape[0], q.shape[1], SIZE, ends)
             kept = (G, far, attend, lower, inverse, w, kg, qg, h, v_new)
-            saved = Saved(
-                q, k, v, g, beta, flat(A_log), flat(dt_bias), state, cu_seqlens, layout.table, layout.offsets, *kept
-            )
+            saved = Saved(q, k, v, g, beta, flat(A_log), flat(dt_bias), state, ends, layout.table, layout.offsets, *kept)
             final = None if dfinal_state is None else dfinal_state.contiguous()
             gradients = chunk_backward(saved, settings, do.contiguous(), final, within=within)
         d_A_log = None if A_log is None or gradients.A_log is None else gradients.A_log.reshape(A_log.shape)

@@ -8,7 +8,7 @@ import torch
 from triton.compiler import CompiledKernel
 
 from fla.ops.common.kernels.recurrent import recurrent
-from fla.ops.common.triton_call import on_device_of
+from fla.ops.common.triton_call import flat, on_device_of
 
 _NONE = (0, 0, 0)
 # places among the kernel's tensors
@@ -50,6 +50,7 @@ def decode(
     final = None
     if initial_state is not None:
         initial_state = initial_state.contiguous()
+    cu_seqlens = flat(cu_seqlens)
     if output_final_state:
         if initial_state is not None and initial_state.dtype is torch.float32:
             final = torch.empty_like(initial_state)

@@ -12,7 +12,7 @@ from fla.ops.attn.backends.tilelang import kernels
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.kernels.layout import layout_of
 from fla.ops.common.tilelang_call import kernels_of, name_of
-from fla.ops.common.triton_call import DEVICES, on_device_of
+from fla.ops.common.triton_call import DEVICES, flat, on_device_of
 from fla.ops.common.vendor import for_tma
 
 
@@ -22,12 +22,13 @@ def attention_forward(
     """See the function of that name in `fla.ops.attn.kernels.launch`; without decays and sinks, and of some steps."""
     batch, length, heads, dim = q.shape
     kept, groups = k.shape[1:3]
+    cu_seqlens = flat(cu_seqlens)
     layout = layout_of(batch, length, kernels.QUERIES, cu_seqlens)
     o = v.new_empty((batch, length, heads, dim))
     lse = q.new_empty((batch, heads, length), dtype=torch.float32)
     # stands for tensors that the compiled code does not read
     unread = q.new_empty((2,), dtype=torch.int32)
-    indices = unread if cu_seqlens is None else cu_seqlens.contiguous()
+    indices = unread if cu_seqlens is None else cu_seqlens
     (forward,) = kernels_of((kernels.forward, (dim, name_of(q.dtype), name_of(indices.dtype), layout.packed, window > 0)))
     forward(
         for_tma(q).view(batch * length, heads, dim),

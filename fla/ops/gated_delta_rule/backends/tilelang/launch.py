@@ -9,7 +9,7 @@ import torch
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.tilelang_call import Recipe, kernels_of, name_of
-from fla.ops.common.triton_call import DEVICES, on_device_of
+from fla.ops.common.triton_call import DEVICES, flat, on_device_of
 from fla.ops.common.vendor import for_tma
 from fla.ops.gated_delta_rule import autograd
 from fla.ops.gated_delta_rule.backends.tilelang import kernels
@@ -61,6 +61,7 @@ def chunk_forward(
     batch, length, groups, dim_k = q.shape
     heads, dim_v = v.shape[2:]
     tokens = batch * length
+    cu_seqlens = flat(cu_seqlens)
     layout: Layout = layout_of(batch, length, kernels.CHUNK, cu_seqlens)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
