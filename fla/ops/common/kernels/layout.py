@@ -85,9 +85,9 @@ def _fill_table(cu_seqlens, table, offsets, T, count, rows, SIZE: tl.constexpr, 
         mask = m < n
         starts = tl.minimum(tl.maximum(tl.load(cu_seqlens + m, mask=mask, other=0).to(tl.int32), 0), T)
         ends = tl.minimum(tl.maximum(tl.load(cu_seqlens + m + 1, mask=mask, other=0).to(tl.int32), starts), T)
-        before += tl.sum(tl.where(mask, (ends - starts + SIZE - 1) // SIZE, 0))
-    # more chunks than rows can only come from lengths that overlap
-    before = tl.minimum(before, rows)
+        chunks = tl.where(mask, (ends - starts + SIZE - 1) // SIZE, 0).to(tl.int64)
+        # more chunks than rows, beyond int32 even, can only come from lengths that overlap
+        before = tl.minimum(before + tl.sum(chunks), rows).to(tl.int32)
     tl.store(offsets + n, before)
     if n < count:
         start, end = sequence_span(cu_seqlens, n, T)
