@@ -213,6 +213,11 @@ BAD = {
     'cu_seqlens ends early': (lambda x: {'cu_seqlens': lens(0, 5)}, ValueError, 'cu_seqlens .*T = 6'),
     'cu_seqlens ends late': (lambda x: {'cu_seqlens': lens(0, 7)}, ValueError, 'cu_seqlens .*T = 6'),
     'cu_seqlens is only 0': (lambda x: {'cu_seqlens': lens(0)}, ValueError, 'cu_seqlens .*T = 6'),
+    'cu_seqlens is one number that cannot be read': (
+        lambda x: {**{n: y.to('meta') for n, y in x.items()}, 'cu_seqlens': lens(0, device='meta')},
+        ValueError,
+        'cu_seqlens holds no sequence, but there are T = 6 steps',
+    ),
     'cu_seqlens decreases': (lambda x: {'cu_seqlens': lens(0, 4, 2, 6)}, ValueError, 'cu_seqlens must not decrease'),
     'cu_seqlens and a state too few': (lambda x: {'cu_seqlens': lens(0, 2, 6)}, ValueError, 'initial_state'),
     'cu_seqlens and a batch': (

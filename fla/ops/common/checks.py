@@ -145,6 +145,8 @@ def check_cu_seqlens(
         if cu_seqlens_cpu is not None:
             raise ValueError('cu_seqlens_cpu is a copy of cu_seqlens and needs it: pass cu_seqlens too')
         return q.shape[0]
+    if cu_seqlens.shape[0] == 1 and q.shape[1] != 0:
+        raise ValueError(f'cu_seqlens holds no sequence, but there are T = {q.shape[1]} steps')
     if cu_seqlens_cpu is not None:
         if cu_seqlens_cpu.device.type != 'cpu':
             raise ValueError(f'cu_seqlens_cpu must be on the CPU, is on {cu_seqlens_cpu.device}')
