@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
+from fla.ops.common.checks import readable
 from fla.ops.common.gates import wide
 from fla.ops.common.reference import without_autocast
 
@@ -25,6 +28,14 @@ def visible(
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), key.to(cu_seqlens.dtype), right=True)
         seen = seen & (sequence == sequence[:, None])
     return seen
+
+
+def lengths_of(cu_seqlens: torch.Tensor | None) -> list[int]:
+    """Steps of the packed sequences that have some; empty, if only a device knows. One after the other, sequences keep to
+    themselves even what is no number, which a mask does not stop: zero weights times NaN are NaN."""
+    if cu_seqlens is None or not readable(cu_seqlens):
+        return []
+    return [end - start for start, end in itertools.pairwise(cu_seqlens.tolist()) if start < end]
 
 
 def decays(g: torch.Tensor) -> torch.Tensor:
@@ -53,6 +64,10 @@ def naive_parallel_attn(
     Returns:
         o `[B, T, HQ, V]` in v's dtype, contiguous.
     """
+    if lengths := lengths_of(cu_seqlens):
+        parts = (x.split(lengths, 1) if x is not None else [None] * len(lengths) for x in (q, k, v, g))
+        sink = None if sink_bias is None else wide(sink_bias)  # one gradient, of all sequences, is rounded once
+        return torch.cat([naive_parallel_attn(*x, scale, window_size, sink_bias=sink) for x in zip(*parts, strict=True)], 1)
     groups = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with without_autocast(q.device):

@@ -9,7 +9,8 @@ from fla.ops.attn.kernels.launch import attention_backward, attention_forward
 from fla.ops.attn.naive import naive_parallel_attn
 from fla.ops.backends import trace
 from tests import bounds
-from tests.ops.attn.attention import BF16, FP16, FP32, check, exact, inputs, results, upstream
+from tests.ops.attn.attention import BF16, FP16, FP32, check, check_apart, exact, inputs, results, upstream
+from tests.ops.delta_rules import apart
 
 pytestmark = pytest.mark.interpreted
 
@@ -28,7 +29,7 @@ CASES = {
     'packed': (EVERYTHING, {'length': 70, 'batch': 1, 'heads': 2, 'kv_heads': 1}, {'cu_seqlens': CU}),
     'packed, window': (
         *((), {'length': 70, 'batch': 1, 'heads': 2}),
-        {'cu_seqlens': CU.int(), 'window_size': 9},
+        {'cu_seqlens': apart(CU.int()), 'window_size': 9},
     ),
 }
 
@@ -90,6 +91,39 @@ def test_half_companions_strides_and_broadcasts():
     given['v'] = given['v'][:1].expand_as(given['v'])
     given['g'] = given['g'][:1, :, :1].expand_as(given['g'])
     check('default', given)
+
+
+def test_scores_of_minus_infinity():
+    """Keys that nothing is left of, a whole block of them, weigh nothing."""
+    given = inputs(dtype=BF16, batch=1, length=140, queries=10, heads=1, kv_heads=1)
+    given['q'].abs_()
+    given['k'][:, :70] = -3e38
+    check('default', given, False)
+    assert all(x.isfinite().all() for x in results('default', given).values())
+
+
+def test_decays_beyond_the_strongest_have_no_gradient():
+    given = inputs('g', dtype=FP32, batch=1, length=20, heads=1, kv_heads=1)
+    given['g'][0, 7], given['g'][0, 9] = -1e6, -torch.inf
+    dg = check('default', given)['dg']
+    assert dg[0, [7, 9]].eq(0).all()
+    assert dg[0, [6, 8]].ne(0).all()
+
+
+@pytest.mark.parametrize('name', ['q', 'k', 'v', 'g'])
+def test_what_is_no_number_stays_in_its_sequence(name):
+    given = inputs('g', 'sink_bias', dtype=FP32, batch=1, length=70)
+    given[name][0, 3] = torch.nan
+    check_apart(results('default', given, cu_seqlens=CU))
+
+
+def test_steps_far_apart():
+    """By more than 2^31 / 127: a block of 128 rows cannot be counted in 32 bits. Little of the memory is touched."""
+    given = inputs(dtype=BF16, batch=1, length=130, heads=1, kv_heads=1)
+    same = results('default', given, False)
+    step = 2**24 + 2**18
+    given['q'] = torch.empty(130 * step, dtype=BF16).as_strided((1, 130, 1, 8), (0, step, 8, 1)).copy_(given['q'])
+    assert torch.equal(same['o'], results('default', given, False)['o'])
 
 
 def test_gradients_that_are_broadcast():

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from fla.ops.attn import parallel_attn
+from fla.ops.attn import naive, parallel_attn
 from fla.ops.attn.backends import sdpa
 from fla.ops.attn.naive import naive_parallel_attn
 from fla.ops.attn.parallel import parallel_attn as same
 from fla.ops.backends import NoBackendError, explain, trace, use_backend
 from tests import bounds
-from tests.ops.attn.attention import BF16, FP16, FP32, FP64, bounds_of, check, inputs
+from tests.ops.attn.attention import BF16, FP16, FP32, FP64, bounds_of, check, check_apart, inputs, results
 from tests.ops.vendors import fakes
 
 CU = torch.tensor([0, 0, 1, 9, 24])
@@ -177,6 +177,37 @@ def test_shapes_on_meta_tensors():
         given = inputs(*names, dtype=BF16)
         o = parallel_attn(**{n: x.to('meta') for n, x in given.items()})
         assert (o.shape, o.dtype) == ((2, 24, 4, 6), BF16)
+
+
+def test_no_sequence_of_some_steps():
+    given = {n: x.to('meta') for n, x in inputs(batch=1).items()}
+    with pytest.raises(ValueError, match='cu_seqlens holds no sequence, but there are T = 24 steps'):
+        parallel_attn(**given, cu_seqlens=torch.zeros(1, dtype=torch.int32, device='meta'))
+
+
+PACKED_CASES = [
+    *(('reference', ('g', 'sink_bias'), name) for name in ('q', 'k', 'v', 'g')),
+    *(('sdpa', (), name) for name in ('q', 'k', 'v')),
+]
+
+
+@pytest.mark.parametrize(('backend', 'names', 'name'), PACKED_CASES)
+@pytest.mark.parametrize('window_size', [None, 20])
+def test_what_is_no_number_stays_in_its_sequence(backend, names, name, window_size):
+    given = inputs(*names, batch=1, length=70)
+    given[name][0, 3] = torch.nan
+    check_apart(results(backend, given, cu_seqlens=torch.tensor([0, 1, 40, 40, 70]), window_size=window_size))
+
+
+@pytest.mark.parametrize(('backend', 'names'), [('reference', ('g', 'sink_bias')), ('sdpa', ())])
+@pytest.mark.parametrize('window_size', [None, 3])
+def test_packed_sequences_whose_lengths_only_a_device_knows(monkeypatch, backend, names, window_size):
+    given = inputs(*names, batch=1)
+    options = {'cu_seqlens': CU, 'window_size': window_size}
+    one_by_one = results(backend, given, **options)
+    monkeypatch.setattr(naive, 'readable', lambda lens: False)
+    for name, x in results(backend, given, **options).items():
+        torch.testing.assert_close(x, one_by_one[name], rtol=1e-12, atol=1e-12)
 
 
 def test_strong_gates_do_not_overflow():

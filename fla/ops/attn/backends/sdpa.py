@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.backends import cuda
 
-from fla.ops.attn.naive import visible
+from fla.ops.attn.naive import lengths_of, visible
 from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.reference import without_autocast
 
@@ -19,8 +19,9 @@ class SDPABackend(BaseBackend):
 
     A window, packed sequences and several queries after cached ones are a mask of True and False, with which PyTorch's
     kernels look at every key: on a GPU the Triton default, which skips what nobody sees, is preferred there, and where none
-    but PyTorch's `math` would serve, which keeps all scores. Plain causal attention and decoding are PyTorch's. Which kernel
-    that is, is PyTorch's choice: `explain` notes those that take the call.
+    but PyTorch's `math` would serve, which keeps all scores. Packed sequences whose lengths are on the CPU, outside of
+    compiled code, need no mask: they come one after the other. Plain causal attention and decoding are PyTorch's. Which
+    kernel that is, is PyTorch's choice: `explain` notes those that take the call.
     """
 
     backend_type = 'sdpa'
@@ -61,6 +62,9 @@ class SDPABackend(BaseBackend):
         # lint: allow ignored-argument because chunk_indices says nothing that cu_seqlens does not
         chunk_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if lengths := lengths_of(cu_seqlens):
+            parts = (x.split(lengths, 1) for x in (q, k, v))
+            return torch.cat([self.parallel_attn(*x, scale, window_size) for x in zip(*parts, strict=True)], 1)
         if window_size is not None and q.shape[1] == 1:
             # the last keys, and all of them
             k, v, window_size = k[:, -window_size:], v[:, -window_size:], None

@@ -35,7 +35,8 @@ def place_of(pid, table, cu_seqlens, T, HEADS: tl.constexpr, SIZE: tl.constexpr,
 
 @triton.jit
 def rows_of(x, first, count, stride, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
-    """`[ROWS, BD]` from row `first` of x on; rows from `count` on, of which WHOLE says that there are none, are zero."""
+    """`[ROWS, BD]` from row `first` of x on; rows from `count` on, of which WHOLE says that there are none, are zero. ROWS
+    times the stride must be below 2^31."""
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BD)
     at = x + first.to(tl.int64) * stride + row[:, None] * stride + col[None, :]
@@ -65,40 +66,59 @@ def keep_seen(s, i, j, window, WINDOW: tl.constexpr):
     return tl.where(seen, s, float('-inf'))
 
 
-@triton.jit(do_not_specialize=['T', 'plane'])
-def decay_sums(g, sums, T, plane, g_b, g_t, g_h, HQ: tl.constexpr, BLOCK: tl.constexpr):
-    """Running sums of g along time, of whole rows of the batch, in base 2, `[2, B, HQ, T]`: what float32 holds of the
-    float64 number, and the rest. The differences of the parts of two steps that are near each other are exact, however large
-    the sums are; what packed sequences before one's own add cancels.
-    """
-    batch = (tl.program_id(0) // HQ).to(tl.int64)
-    head = tl.program_id(0) % HQ
-    g += batch * g_b + head * g_h
-    sums += tl.program_id(0).to(tl.int64) * T
-    total = tl.zeros([], tl.float64)
-    for first in range(0, T, BLOCK):
-        t = first + tl.arange(0, BLOCK)
-        block = tl.load(g + t.to(tl.int64) * g_t, mask=t < T, other=0.0).to(tl.float64)
-        block = tl.where(block < STRONGEST, STRONGEST, block) * LOG2_E
-        running = total + tl.cumsum(block, 0)
-        total += tl.sum(block, 0)
-        high = running.to(tl.float32)
-        tl.store(sums + t, high, mask=t < T)
-        tl.store(sums + plane + t, (running - high.to(tl.float64)).to(tl.float32), mask=t < T)
-
-
-@triton.jit(do_not_specialize=['T'])
-def decay_gradient(of_rows, of_columns, dg, cu_seqlens, T, HQ: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """dg `[B, T, HQ]`: sums from a step to the end of its sequence of what its rows `[B, HQ, T]` add and columns take."""
+@triton.jit
+def sequence_of_program(cu_seqlens, T, HQ: tl.constexpr, PACKED: tl.constexpr):
+    """Head, batch row, start and end of the sequence, of one program for each sequence and head."""
     n = (tl.program_id(0) // HQ).to(tl.int64)
-    head = tl.program_id(0) % HQ
     if PACKED:
         start, end = sequence_span(cu_seqlens, n, T)
         batch = n * 0
     else:
         start, end = 0, T
         batch = n
+    return tl.program_id(0) % HQ, batch, start, end
+
+
+@triton.jit(do_not_specialize=['T', 'plane'])
+def decay_sums(g, sums, cu_seqlens, T, plane, g_b, g_t, g_h, HQ: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """Running sums of g along the time of each sequence, in base 2, `[2, B, HQ, T]`: what float32 holds of the float64
+    number, and the rest. Differences of the parts of two steps that are near each other are exact, however large the sums.
+    """
+    head, batch, start, end = sequence_of_program(cu_seqlens, T, HQ, PACKED)
+    g += batch * g_b + head * g_h
+    sums += (batch * HQ + head) * T
+    total = tl.zeros([], tl.float64)
+    for first in range(start, end, BLOCK):
+        t = first + tl.arange(0, BLOCK)
+        block = tl.load(g + t.to(tl.int64) * g_t, mask=t < end, other=0.0).to(tl.float64)
+        block = tl.where(block < STRONGEST, STRONGEST, block) * LOG2_E
+        running = total + tl.cumsum(block, 0)
+        total += tl.sum(block, 0)
+        high = running.to(tl.float32)
+        tl.store(sums + t, high, mask=t < end)
+        tl.store(sums + plane + t, (running - high.to(tl.float64)).to(tl.float32), mask=t < end)
+
+
+@triton.jit(do_not_specialize=['T'])
+def decay_gradient(
+    g,
+    of_rows,
+    of_columns,
+    dg,
+    cu_seqlens,
+    T,
+    g_b,
+    g_t,
+    g_h,
+    HQ: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """dg `[B, T, HQ]`: sums from a step to the end of its sequence of what its rows `[B, HQ, T]` add and columns take; 0 for
+    a g below the strongest decay."""
+    head, batch, start, end = sequence_of_program(cu_seqlens, T, HQ, PACKED)
     line = (batch * HQ + head) * T
+    g += batch * g_b + head * g_h
     dg += batch * T * HQ + head
     total = tl.zeros([], tl.float64)
     for done in range(0, end - start, BLOCK):
@@ -109,4 +129,6 @@ def decay_gradient(of_rows, of_columns, dg, cu_seqlens, T, HQ: tl.constexpr, BLO
         both = row - tl.load(of_columns + line + t, mask=inside, other=0.0).to(tl.float64)
         running = total + tl.cumsum(both, 0)
         total += tl.sum(both, 0)
+        own = tl.load(g + t.to(tl.int64) * g_t, mask=inside, other=0.0).to(tl.float32)
+        running = tl.where(own < STRONGEST, 0.0, running)
         tl.store(dg + t.to(tl.int64) * HQ, running.to(dg.dtype.element_ty), mask=inside)

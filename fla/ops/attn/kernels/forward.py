@@ -52,8 +52,8 @@ def _attend(
         if MASKED:
             s = keep_seen(s, i[:, None], (first + tl.arange(0, BN))[None, :], window, WINDOW)
         new = tl.maximum(top, tl.max(s, 1))
-        # a query that has not met a key yet has nothing to scale
-        shift = tl.where(new == float('-inf'), 0.0, new) if MASKED else new
+        # a query that has not met a key yet, or scores of -inf alone, has nothing to scale
+        shift = tl.where(new == float('-inf'), 0.0, new)
         p = tl.exp2(s - shift[:, None])
         shrink = tl.exp2(top - shift)
         total = total * shrink + tl.sum(p, 1)

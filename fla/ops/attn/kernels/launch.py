@@ -22,6 +22,8 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None,
 
 # of a scan: steps of a program at a time
 _SCAN = 1024
+# numbers between two steps: blocks have at most 128
+_FARTHEST = 2**31 // 128
 
 
 def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Hashable:
@@ -51,7 +53,7 @@ def attention_forward(
     Returns:
         o `[B, T, HQ, V]` in v's dtype and lse `[B, HQ, T]`, the logarithm of the normaliser in base 2, both contiguous.
     """
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
+    q, k, v = _near(q), _near(k), _near(v)
     batch, length, heads, _ = q.shape
     window = min(window, k.shape[1])
     o = v.new_empty((batch, length, heads, v.shape[3]))
@@ -60,7 +62,7 @@ def attention_forward(
         return o, lse
     rule = _Rule(q, v)
     layout = layout_of(batch, length, rule.forward_m, cu_seqlens)
-    sums = _sums(g)
+    sums = _sums(g, cu_seqlens)
     launch(forward, (layout.rows * heads,))(
         *(q, k, v, lse if sums is None else sums, sink_bias, o, lse, cu_seqlens, layout.table),
         *(scale * math.log2(math.e), length, k.shape[1], window, lse.numel(), *_strides(q, k, v)),
@@ -89,7 +91,7 @@ def attention_backward(
     do: torch.Tensor,
 ) -> Gradients:
     """The gradients of q, k, v, g and sink_bias, contiguous, from the arguments and results of `attention_forward`."""
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
+    q, k, v = _near(q), _near(k), _near(v)
     batch, length, heads, dim = q.shape
     kept, groups = k.shape[1:3]
     window = min(window, kept)
@@ -98,7 +100,7 @@ def attention_backward(
     do = do.contiguous()
     rule = _Rule(q, v)
     common = _common(q, k, v, g, cu_seqlens, window)
-    sums = _sums(g)
+    sums = _sums(g, cu_seqlens)
     dq = q.new_empty((batch, length, heads, dim))
     dk = k.new_empty((batch, kept, groups, dim))
     dv = v.new_empty((batch, kept, groups, v.shape[3]))
@@ -132,9 +134,8 @@ def attention_backward(
     dg = d_sink = None
     if g is not None:
         dg = g.new_empty(g.shape)
-        count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        launch(decay_gradient, (count * heads,))(
-            *(rows, columns, dg, cu_seqlens, length), HQ=heads, BLOCK=_SCAN, PACKED=cu_seqlens is not None, num_warps=4
+        launch(decay_gradient, (_count(g, cu_seqlens) * heads,))(
+            *(g, rows, columns, dg, cu_seqlens, length, *g.stride()), **_for_scan(heads, cu_seqlens)
         )
     if sink_bias is not None:
         # by head: packed sequences come after the head in the order of programs, batch rows before it
@@ -206,16 +207,31 @@ def _common(
     }
 
 
-def _sums(g: torch.Tensor | None) -> torch.Tensor | None:
+def _sums(g: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
     """See `decay_sums`."""
     if g is None:
         return None
     batch, length, heads = g.shape
     sums = g.new_empty((2, batch, heads, length), dtype=torch.float32)
-    launch(decay_sums, (batch * heads,))(
-        g, sums, length, batch * heads * length, *g.stride(), HQ=heads, BLOCK=_SCAN, num_warps=4
+    launch(decay_sums, (_count(g, cu_seqlens) * heads,))(
+        *(g, sums, cu_seqlens, length, batch * heads * length, *g.stride()), **_for_scan(heads, cu_seqlens)
     )
     return sums
+
+
+def _for_scan(heads: int, cu_seqlens: torch.Tensor | None) -> dict[str, Any]:
+    """The other arguments of a scan."""
+    return {'HQ': heads, 'BLOCK': _SCAN, 'PACKED': cu_seqlens is not None, 'num_warps': 4}
+
+
+def _count(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
+    """Sequences."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _near(x: torch.Tensor) -> torch.Tensor:
+    """As `in_rows`, which also copies what has its steps too far apart to count the rows of a block in 32 bits."""
+    return in_rows(x) if x.stride(1) < _FARTHEST else x.contiguous()
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
