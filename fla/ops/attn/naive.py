@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 
 import torch
 
@@ -31,11 +33,17 @@ def visible(
 
 
 def lengths_of(cu_seqlens: torch.Tensor | None) -> list[int]:
-    """Steps of the packed sequences that have some; empty, if only a device knows. One after the other, sequences keep to
-    themselves even what is no number, which a mask does not stop: zero weights times NaN are NaN."""
+    """Steps of the packed sequences that have some; none, if only a device knows."""
     if cu_seqlens is None or not readable(cu_seqlens):
         return []
     return [end - start for start, end in itertools.pairwise(cu_seqlens.tolist()) if start < end]
+
+
+def one_by_one(attention: Callable[..., torch.Tensor], lengths: list[int], *tensors: torch.Tensor | None) -> torch.Tensor:
+    """Attention of packed sequences, each by itself: so they keep to themselves even what is no number, which a mask does
+    not stop, since zero weights times NaN are NaN."""
+    parts = [[None] * len(lengths) if x is None else torch.split(x, lengths, 1) for x in tensors]
+    return torch.cat([attention(*each) for each in zip(*parts, strict=True)], 1)
 
 
 def decays(g: torch.Tensor) -> torch.Tensor:
@@ -65,9 +73,9 @@ def naive_parallel_attn(
         o `[B, T, HQ, V]` in v's dtype, contiguous.
     """
     if lengths := lengths_of(cu_seqlens):
-        parts = (x.split(lengths, 1) if x is not None else [None] * len(lengths) for x in (q, k, v, g))
-        sink = None if sink_bias is None else wide(sink_bias)  # one gradient, of all sequences, is rounded once
-        return torch.cat([naive_parallel_attn(*x, scale, window_size, sink_bias=sink) for x in zip(*parts, strict=True)], 1)
+        sink = None if sink_bias is None else wide(sink_bias)  # its gradient, of all sequences, is rounded once
+        attention = functools.partial(naive_parallel_attn, scale=scale, window_size=window_size, sink_bias=sink)
+        return one_by_one(attention, lengths, q, k, v, g)
     groups = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with without_autocast(q.device):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.backends import cuda
 
-from fla.ops.attn.naive import lengths_of, visible
+from fla.ops.attn.naive import lengths_of, one_by_one, visible
 from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.reference import without_autocast
 
@@ -63,8 +64,7 @@ class SDPABackend(BaseBackend):
         chunk_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if lengths := lengths_of(cu_seqlens):
-            parts = (x.split(lengths, 1) for x in (q, k, v))
-            return torch.cat([self.parallel_attn(*x, scale, window_size) for x in zip(*parts, strict=True)], 1)
+            return one_by_one(partial(self.parallel_attn, scale=scale, window_size=window_size), lengths, q, k, v)
         if window_size is not None and q.shape[1] == 1:
             # the last keys, and all of them
             k, v, window_size = k[:, -window_size:], v[:, -window_size:], None
