@@ -156,5 +156,30 @@ def test_interpreted_kernels_are_only_launched(monkeypatch):
 
 
 def test_nothing_is_compiled_within_a_capture(monkeypatch):
+    events: list = []
+    kernels = [Kernel('one', events), Kernel('two', events)]
+
+    @compiled_together(lambda *args: args)
+    def step(*args):
+        for kernel in kernels:
+            launch(kernel, (1,))()
+
+    step('known')
+    events.clear()
+    with monkeypatch.context() as capture:
+        capture.setattr(compile_ahead, '_is_capturing', lambda: True)
+        with pytest.raises(RuntimeError, match='inside a CUDA graph capture: make the same call once before'):
+            step('new')
+        assert not events
+        step('known')
+    assert [event[0] for event in events] == ['launched', 'launched']
+    events.clear()
+    step('new')
+    assert [event[0] for event in events] == ['compiled', 'compiled', 'launched', 'launched']
+
+
+def test_nothing_is_decoded_within_a_capture_for_the_first_time(monkeypatch):
+    decode = pytest.importorskip('fla.ops.common.kernels.decode', exc_type=ImportError)
     monkeypatch.setattr(compile_ahead, '_is_capturing', lambda: True)
-    assert calls([()]) == [0]
+    with pytest.raises(RuntimeError, match='inside a CUDA graph capture: make the same call once before'):
+        decode._launch(1, (torch.zeros(1),) * 13, (), (), 0)

@@ -51,6 +51,8 @@ def compiled_together(kind: Callable[P, Hashable]) -> Callable[[Callable[P, R]],
     Args:
         kind: of the same arguments, what decides which kernels are compiled. Asked on every call. A difference that it
             overlooks is compiled when it is launched.
+
+    The function raises RuntimeError for a kind that is new within a CUDA graph capture, where nothing may be loaded.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -60,8 +62,8 @@ def compiled_together(kind: Callable[P, Hashable]) -> Callable[[Callable[P, R]],
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             this = kind(*args, **kwargs)
             if this not in seen:
-                # Within a capture nothing may be loaded, and whoever captures has warmed up.
-                if not (_INTERPRETED or _is_capturing()):
+                refuse_in_capture()
+                if not _INTERPRETED:
                     _compile_all(functools.partial(function, *args, **kwargs))
                 seen.add(this)
             return function(*args, **kwargs)
@@ -86,6 +88,16 @@ def _on_cuda() -> bool:
 
 def _is_capturing() -> bool:
     return _on_cuda() and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_in_capture() -> None:
+    """Before kernels are compiled.
+
+    Raises:
+        RuntimeError: within a CUDA graph capture.
+    """
+    if _is_capturing():
+        raise RuntimeError('Triton kernels would be compiled inside a CUDA graph capture: make the same call once before')
 
 
 def _compile_all(function: Callable[[], Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from triton.compiler import CompiledKernel
 
+from fla.ops.common.compile_ahead import refuse_in_capture
 from fla.ops.common.kernels.recurrent import recurrent
 from fla.ops.common.triton_call import flat, on_device_of
 
@@ -103,6 +104,7 @@ def _launch(
     key = (device, aligned, constants, *[None if x is None else x.dtype for x in tensors])
     compiled = _compiled.get(key)
     if compiled is None:
+        refuse_in_capture()
         compiled = recurrent[(programs,)](*tensors, *numbers, *constants, **_options(constants))
         # not under Triton's interpreter, nor while it compiles in the background
         if isinstance(compiled, CompiledKernel):
