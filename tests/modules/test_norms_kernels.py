@@ -346,4 +346,4 @@ def test_few_specialisations():
             weight = torch.empty(64, device='meta')
             kernels.forward(x, x, None, weight, None, kernels.Norm('rms', 1e-5), FP32, True)
             kernels.backward(x, None, None, weight, None, x, x, kernels.Norm('rms', 1e-5), (FP32, None), (True, False))
-    assert [one.name for one in compiled] == ['_forward', '_backward']
+    assert [one.name for one in compiled] == ['_forward', '_backward', '_add_programs']

@@ -3,8 +3,8 @@
 A row (of a group, where there are several) is read once and stays in registers, unless it is longer than `IN_REGISTERS`;
 such rows are read again, tile by tile, from the cache. Backward computes the statistics of a row anew: the row is there, and
 nothing but inputs has to be kept. Gradients of weight and bias are summed by each program over its rows, and the sums of the
-programs are added by PyTorch, so that no result depends on an order. While a program computes, its next tiles are on their
-way to shared memory.
+programs are added by one more kernel, so that no result depends on an order. In the backward of rows that stay in registers,
+the next tiles of a program are on their way to shared memory while it computes.
 """
 
 from __future__ import annotations
@@ -333,6 +333,30 @@ def _backward_long(
                 tl.store(dresidual + out, d.to(dresidual.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=['programs'])
+def _add_programs(dweight, dbias, weight, bias, programs, W: tl.constexpr, ROWS: tl.constexpr, BW: tl.constexpr):
+    """The gradients of weight and bias `[W]` from what each program has summed `[programs, W]`: of one of them where the
+    other is None, by the second axis where both are given."""
+    if dbias is None:
+        _add_columns(dweight, weight, programs, W, ROWS, BW)
+    elif dweight is None:
+        _add_columns(dbias, bias, programs, W, ROWS, BW)
+    elif tl.program_id(1) == 0:
+        _add_columns(dweight, weight, programs, W, ROWS, BW)
+    else:
+        _add_columns(dbias, bias, programs, W, ROWS, BW)
+
+
+@triton.jit
+def _add_columns(parts, out, programs, W: tl.constexpr, ROWS: tl.constexpr, BW: tl.constexpr):
+    col = tl.program_id(0) * BW + tl.arange(0, BW)
+    total = tl.zeros((ROWS, BW), tl.float32)
+    for start in range(0, programs, ROWS):
+        row = (start + tl.arange(0, ROWS))[:, None]
+        total += tl.load(parts + row.to(tl.int64) * W + col[None, :], mask=(row < programs) & (col < W)[None, :], other=0.0)
+    tl.store(out + col, tl.sum(total, 0).to(out.dtype.element_ty), mask=col < W)
+
+
 def forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -408,8 +432,17 @@ def backward(
         # tiles are under way on NVIDIA alone, as is a limit of registers
         limits = {'num_warps': num_warps, **({'maxnreg': registers} if stages > 1 else {})}
         _backward[grid](*arguments, *strides, norm.eps, **options, ROWS=ROWS, STAGES=stages, **limits)
-    added = (None if p is None or s is None else s.sum(0).to(p.dtype) for p, s in zip(parameters, sums, strict=True))
-    return Gradients(dx, dresidual, dg, *added)
+    return Gradients(dx, dresidual, dg, *_added(parameters, sums))
+
+
+def _added(parameters: list[torch.Tensor | None], sums: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The gradients of parameters, each in its dtype, from the sums of all programs."""
+    given = [s for s in sums if s is not None]
+    added = [None if p is None else _new(p, p.dtype) for p in parameters]
+    if given:
+        width = given[0][0].numel()
+        _add_programs[(-(-width // 32), len(given))](*sums, *added, given[0].shape[0], W=width, ROWS=64, BW=32, num_warps=4)
+    return added
 
 
 def _new(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
