@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fla.layers.cache import Cache, check_cache
+from fla.layers.cache import Cache, LayerState, check_cache, check_rows
 from fla.layers.padding import Packing, check_hidden
 from fla.modules.convolution import ShortConvolution
 
@@ -85,7 +85,8 @@ class DeltaLayer(nn.Module):
         Args:
             hidden_states: `[B, T, hidden_size]`.
             attention_mask: `[B, S]`, 1 for steps and 0 for padding anywhere; the last T columns are of `hidden_states`.
-                Padding changes no state, and gets zeros out. Ignored where T is 1, and costs a wait for the device.
+                Padding changes no state, and gets zeros out. Costs a wait for the device or, where one step goes on from
+                states, some small launches; where no new step is padding, as in generation, it may be left out.
             past_key_values: the states to go on from, updated in place.
             use_cache: with no `past_key_values`, make a new cache.
             output_attentions: must be False; there are no attention weights.
@@ -104,40 +105,59 @@ class DeltaLayer(nn.Module):
             past_key_values = Cache()
         check_cache(past_key_values, self.layer_idx)
 
-        length = hidden_states.shape[1]
-        packing = None
-        if attention_mask is not None and length > 1:
-            packing = Packing.of(attention_mask[:, -length:])
-            hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
-        out = self._mix(hidden_states, past_key_values, cu_seqlens, decoding=length == 1)
-        if past_key_values is not None and self.layer_idx is not None:
-            past_key_values[self.layer_idx].length += length
+        batch, length = hidden_states.shape[:2]
+        state = None if past_key_values is None or self.layer_idx is None else past_key_values[self.layer_idx]
+        if state is not None:
+            check_rows(state, batch if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+        packing = padding = None
+        if attention_mask is not None:
+            if length == 1 and state is not None and state.recurrent is not None:
+                padding = attention_mask[:, -1:, None] == 0
+            else:
+                packing = Packing.of(attention_mask[:, attention_mask.shape[1] - length :])
+                hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
+        out = self._mix(hidden_states, state, cu_seqlens, padding, decoding=length == 1)
+        if state is not None:
+            state.length += length
         return out if packing is None else packing.unpack(out), None, past_key_values
 
-    def _mix(self, x: torch.Tensor, cache: Cache | None, cu_seqlens: torch.Tensor | None, decoding: bool) -> torch.Tensor:
+    def _mix(
+        self,
+        x: torch.Tensor,
+        state: LayerState | None,
+        cu_seqlens: torch.Tensor | None,
+        padding: torch.Tensor | None,
+        decoding: bool,
+    ) -> torch.Tensor:
+        """The layer on steps `[B, T, hidden]`, of which those of `padding` `[B, 1, 1]` are none."""
         batch, length = x.shape[:2]
-        state = cache[self.layer_idx] if cache is not None and self.layer_idx is not None else None
+        if padding is not None:
+            x = x.masked_fill(padding, 0.0)
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        conv = None
         if self.use_short_conv:
-            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             before = (None, None, None) if state is None or state.conv is None else state.conv
+            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             results = [
-                convolution(y, cache=past, output_final_state=state is not None, cu_seqlens=cu_seqlens)
+                _convolved(convolution, y, past, state is not None, cu_seqlens, padding)
                 for convolution, y, past in zip(convolutions, projected, before, strict=True)
             ]
-            q, k, v = (y for y, _ in results)
-            if state is not None:
-                state.conv = tuple(after for _, after in results)
+            (q, k, v), conv = (y for y, _ in results), tuple(after for _, after in results)
         else:
             q, k, v = (F.silu(y) for y in projected)
+        gate, beta = self.raw_gate(x), self.b_proj(x)
+        if padding is not None:
+            # a decay of 1 and a beta of 0 leave the state as it is
+            beta = beta.masked_fill(padding, -math.inf)
+            gate = gate.masked_fill(padding if gate.dim() == 3 else padding[..., None], -math.inf)
 
         recurrence = type(self).fused_recurrent if decoding or self.mode == 'fused_recurrent' else type(self).chunk
         o, final = recurrence(
             q.view(batch, length, self.num_heads, self.head_k_dim),
             k.view(batch, length, self.num_heads, self.head_k_dim),
             v.view(batch, length, self.num_v_heads, self.head_v_dim),
-            g=self.raw_gate(x),
-            beta=self.b_proj(x),
+            g=gate,
+            beta=beta,
             initial_state=None if state is None else state.recurrent,
             output_final_state=state is not None,
             use_qk_l2norm_in_kernel=True,
@@ -148,12 +168,29 @@ class DeltaLayer(nn.Module):
             A_log=self.A_log,
             dt_bias=self.dt_bias,
         )
-        if state is not None:
-            state.recurrent = final
-        gate = self.output_gate(x)
-        o = self.o_norm(o) if gate is None else self.o_norm(o, gate.view(o.shape))
+        output_gate = self.output_gate(x)
+        o = self.o_norm(o) if output_gate is None else self.o_norm(o, output_gate.view(o.shape))
         out: torch.Tensor = self.o_proj(o.reshape(batch, length, self.value_dim))
-        return out
+        if state is not None:
+            state.conv, state.recurrent = conv, final
+        return out if padding is None else out.masked_fill(padding, 0.0)
+
+
+def _convolved(
+    convolution: ShortConvolution,
+    x: torch.Tensor,
+    before: torch.Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: torch.Tensor | None,
+    padding: torch.Tensor | None,
+) -> tuple[torch.Tensor, Any]:
+    """x convolved, and the steps to go on from, which padding leaves as they were."""
+    if padding is None or before is None:
+        y, after = convolution(x, cache=before, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
+        return y, after
+    # a step is taken in place
+    y, after = convolution(x, cache=before.clone(), output_final_state=output_final_state)
+    return y, torch.where(padding, before, after)
 
 
 def decay_parameters(heads: int, biases: int, least: float) -> tuple[nn.Parameter, nn.Parameter]:

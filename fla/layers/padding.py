@@ -60,4 +60,4 @@ class Packing:
         """`[1, steps, D]` to `[B, T, D]`, zeros for padding."""
         batch, length = self.shape
         flat = x.new_zeros(batch * length, x.shape[-1]).index_copy(0, self.places, x[0])
-        return flat.reshape(batch, length, -1)
+        return flat.view(batch, length, x.shape[-1])

@@ -1,0 +1,99 @@
+"""What layers remember: rows that change places, rows that go on at different times, calls that fail."""
+
+import copy
+
+import pytest
+import torch
+
+from fla.layers import Cache
+from tests.layers.test_layers import LAYERS, RECURRENT, bound, error, hidden, make
+
+
+def tensors(cache):
+    state = cache[0]
+    return [x for x in (state.recurrent, *(state.conv or ()), *(state.keys_values or ())) if x is not None]
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_rows_change_places(name):
+    layer, x, more = make(name), hidden(3, 6), hidden(4, 2, seed=2)
+    rows = torch.tensor([2, 0, 0, 1])
+    with torch.no_grad():
+        cache = layer(x, use_cache=True)[2]
+        before = copy.deepcopy(cache)
+        cache.reorder_cache(rows)
+        o = layer(more, past_key_values=cache)[0]
+        expected = layer(torch.cat([x[rows], more], 1))[0][:, 6:]
+        assert error(expected, o) < bound(name)
+
+        before.batch_select_indices(torch.tensor([2, 0]))
+        before.batch_repeat_interleave(2)
+        o = layer(more, past_key_values=before)[0]
+        assert error(layer(torch.cat([x[[2, 2, 0, 0]], more], 1))[0][:, 6:], o) < bound(name)
+
+
+def test_an_empty_cache_has_no_rows_to_change():
+    cache = Cache()
+    cache[0].length = 3
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    assert (tensors(cache), cache.get_seq_length()) == ([], 3)
+
+
+@pytest.mark.parametrize('pieces', [[5], [1, 4], [4, 1], [1, 1, 1, 1, 1], [2, 3]], ids=str)
+@pytest.mark.parametrize('name', RECURRENT)
+def test_padded_prefill_in_pieces(name, pieces):
+    """Padding changes nothing, also where a piece is one step, and whatever is there."""
+    layer, x = make(name), hidden(4, 5)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0]])
+    x[mask == 0] = torch.nan
+    more = hidden(4, 1, seed=2)
+    with torch.no_grad():
+        cache, outputs, done = Cache(), [], 0
+        for length in pieces:
+            piece = slice(done, done + length)
+            outputs.append(layer(x[:, piece], attention_mask=mask[:, : piece.stop], past_key_values=cache)[0])
+            done += length
+        o = torch.cat(outputs, 1)
+        last = layer(more, attention_mask=torch.cat([mask, torch.ones(4, 1)], 1), past_key_values=cache)[0]
+        assert not o[mask == 0].any()
+        for b, kept in enumerate(mask.bool()):
+            whole = layer(torch.cat([x[b : b + 1, kept], more[b : b + 1]], 1))[0][0]
+            assert error(whole, torch.cat([o[b, kept], last[b]])) < bound(name)
+
+
+@pytest.mark.parametrize('name', RECURRENT)
+def test_a_step_of_padding_keeps_the_bits_of_the_state(name):
+    layer = make(name, torch.float32)
+    with torch.no_grad():
+        cache = layer(hidden(2, 6, dtype=torch.float32), use_cache=True)[2]
+        before = copy.deepcopy(cache)
+        mask = torch.tensor([[1] * 6 + [0], [1] * 7])
+        layer(hidden(2, 1, dtype=torch.float32), attention_mask=mask, past_key_values=cache)
+    for old, new in zip(tensors(before), tensors(cache), strict=True):
+        assert torch.equal(old[0], new[0])
+        assert not torch.equal(old[1], new[1])
+
+
+@pytest.mark.parametrize('name', RECURRENT)
+@pytest.mark.parametrize('length', [1, 2])
+def test_a_call_that_fails_leaves_the_cache_as_it_was(name, length):
+    layer = make(name)
+    with torch.no_grad():
+        cache = layer(hidden(2, 6), use_cache=True)[2]
+        before = copy.deepcopy(cache)
+        with pytest.raises(ValueError, match='past_key_values holds 2 sequences, got 3'):
+            layer(hidden(3, length), past_key_values=cache)
+    assert cache.get_seq_length() == 6
+    assert all(torch.equal(old, new) for old, new in zip(tensors(before), tensors(cache), strict=True))
+
+
+@pytest.mark.parametrize('name', RECURRENT)
+@pytest.mark.parametrize('shape', [(2, 0), (0, 3), (0, 1), (0, 0)], ids=str)
+@pytest.mark.parametrize('masked', [False, True])
+def test_nothing(name, shape, masked):
+    layer, x = make(name), hidden(*shape)
+    mask = torch.ones(shape) if masked else None
+    o, _, cache = layer(x, attention_mask=mask, use_cache=True)
+    assert o.shape == x.shape
+    assert layer(x, past_key_values=cache)[0].shape == x.shape
