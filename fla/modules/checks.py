@@ -11,10 +11,20 @@ from typing import Any
 import torch
 
 from fla.ops.backends import check_tensors
-from fla.ops.common.checks import FLOATS
+from fla.ops.common.checks import FLOATS, check_given
 from fla.ops.common.reference import autocast_is_on
+from fla.ops.common.triton_call import require_triton
 
 SILU = ('silu', 'swish')
+
+
+def require(function: str, **tensors: torch.Tensor | None) -> None:
+    """For a Triton default, which may be called where nothing is dispatched and no check has run: these tensors are there,
+    and the first is where a kernel can be launched."""
+    check_given(**tensors)
+    name, tensor = next(iter(tensors.items()))
+    assert tensor is not None
+    require_triton(function, tensor, name)
 
 
 def check_floating(**tensors: torch.Tensor | None) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from fla.modules.checks import check_choice, check_finite, check_floating, check_int
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import check_tensors, dispatch
-from fla.ops.common.checks import readable
+from fla.ops.common.checks import check_given, readable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,6 +58,7 @@ def _check(
     process_group: ProcessGroup | None,
     check_values: bool,
 ) -> None:
+    check_given(logits=logits, target=target)
     check_floating(logits=logits)
     check_tensors(logits=logits, target=target)
     if logits.dim() != 2 or logits.shape[1] < 1:
@@ -101,12 +102,15 @@ def cross_entropy_loss(
     Args:
         logits: `[N, V]`, float16, bfloat16, float32 or float64.
         target: `[N]`, int32 or int64, in `[0, V)`. Rows whose target is `ignore_index` have loss and gradient 0. On a GPU,
-            where reading it would wait, any other number makes the loss of its row NaN.
+            where reading it would wait, any other number makes the loss of its row and its gradient NaN.
         label_smoothing: e, the part of the target's weight that is spread over all classes.
         logit_scale, logit_softcapping: scale first, then the cap; None: no cap.
         lse_square_scale: weight of the z-loss.
         inplace_backward: the gradient may be written over the logits, which then must not be read after the backward pass.
-            Done in eager code on a GPU, unless the logits are a leaf, or a view of one; saves memory for N V numbers.
+            Saves memory for N V numbers. Done in eager code on a GPU where the logits are contiguous and the whole of their
+            memory, neither a leaf nor a view of one, and no hooks of saved tensors are active: checkpoints, `save_on_cpu`.
+            Where the backward of another function reads the logits, autograd raises an error, unless that function kept them
+            by such hooks, or in other ways that autograd does not see.
         process_group: its ranks hold V columns each, in the order of the ranks, and the same targets, in `[0, V * ranks)`.
             Every rank gets the loss of whole rows, and the gradient of its own columns. Differentiable once.
 

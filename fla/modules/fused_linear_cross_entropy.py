@@ -9,6 +9,7 @@ from fla.modules.checks import check_choice, check_dims, check_floating, check_s
 from fla.modules.fused_cross_entropy import REDUCTIONS, check_loss
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import check_tensors, dispatch
+from fla.ops.common.checks import check_given
 
 
 def _check(
@@ -24,6 +25,7 @@ def _check(
     reduction: str,
     check_values: bool,
 ) -> None:
+    check_given(x=x, target=target, weight=weight)
     check_floating(x=x, weight=weight, bias=bias)
     check_tensors(x=x, target=target)
     check_dims('x', x, 2, '[..., D]')

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fla.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
-from fla.ops.backends import Policy, explain, policy_context, trace
+from fla.ops.backends import Policy, explain, policy_context, trace, use_backend
 from tests import bounds
 
 from .losses import OPTIONS, gradients, linear_oracle, oracle, targets
@@ -204,6 +204,26 @@ BAD = [
 def test_bad_calls(call, kind, message):
     with pytest.raises(kind, match=message):
         call(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+
+
+def check_targets_that_are_none(monkeypatch, backend):
+    """On a device nobody reads them: loss and gradient of the row are NaN, and nobody else's."""
+    import fla.modules.fused_cross_entropy as module
+
+    monkeypatch.setattr(module, 'readable', lambda target: False)
+    target = torch.tensor([1, 4, -100, -1])
+    for options in ({}, {'label_smoothing': 0.1, 'lse_square_scale': 0.1, 'logit_softcapping': 2.0}):
+        logits = torch.randn(4, 4, requires_grad=True)
+        with use_backend(backend, op='modules'):
+            losses, _ = cross_entropy_loss(logits, target, **options)
+        (gradient,) = torch.autograd.grad(losses.sum(), logits)
+        assert losses.isnan().tolist() == [False, True, False, True]
+        assert gradient.isnan().all(1).tolist() == gradient.isnan().any(1).tolist() == [False, True, False, True]
+        assert not gradient[2].any()
+
+
+def test_targets_that_are_none(monkeypatch):
+    check_targets_that_are_none(monkeypatch, 'reference')
 
 
 def test_values_on_request(monkeypatch):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip('triton')
 from fla.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss, ShortConvolution
@@ -18,7 +19,7 @@ from tests.triton_support.compile_only import compile_only
 
 from .losses import OPTIONS, gradients, linear_oracle, oracle, targets
 from .oracle import error, tensor
-from .test_losses import check_ignored_rows
+from .test_losses import check_ignored_rows, check_targets_that_are_none
 
 KERNEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -101,6 +102,11 @@ def test_ignored_rows():
 
 
 @pytest.mark.interpreted
+def test_targets_that_are_none(monkeypatch):
+    check_targets_that_are_none(monkeypatch, 'default')
+
+
+@pytest.mark.interpreted
 def test_strides_and_sizes():
     wide, target = tensor(5, 40, dtype=torch.float32), targets(10, 33)[::2]
     for logits in (wide[:, :33], wide[:, 3:36], wide.t()[:33, :5].t(), wide[:1, :33].expand(5, 33)):
@@ -143,6 +149,47 @@ def test_in_place():
     loss = cross_entropy_loss(source * 2, target, inplace_backward=True)[0].sum()
     with pytest.raises(RuntimeError, match='create_graph=True reached the backward of cross_entropy_loss'):
         torch.autograd.grad(loss, source, create_graph=True)
+
+
+def _loss(logits, target, inplace):
+    return on_triton(cross_entropy_loss, logits, target, inplace_backward=inplace)[0].sum()
+
+
+def _read_twice(source, target, inplace):
+    logits = source * 2
+    return logits.square().sum() + _loss(logits, target, inplace)
+
+
+def _checkpointed(source, target, inplace):
+    return checkpoint(_read_twice, source, target, inplace, use_reentrant=False)
+
+
+def _saved_by_hooks(source, target, inplace):
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        return _read_twice(source, target, inplace)
+
+
+def _slices(source, target, inplace):
+    logits = source * 2
+    return _loss(logits[:3], target[:3], inplace) + _loss(logits[3:], target[3:], inplace)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('call', [_checkpointed, _saved_by_hooks, _slices])
+def test_in_place_only_where_autograd_sees_it(call):
+    """Elsewhere the gradient is right, in memory of its own."""
+    source, target = torch.randn(6, 9, requires_grad=True), targets(6, 9)
+    wanted, got = (torch.autograd.grad(call(source, target, inplace), source)[0] for inplace in (False, True))
+    assert torch.equal(wanted, got)
+
+
+@pytest.mark.interpreted
+def test_in_place_beside_a_checkpoint():
+    """Whose other arguments autograd watches."""
+    logits, target = torch.randn(6, 9, requires_grad=True) * 2, targets(6, 9)
+    square = checkpoint(lambda one: one.square().sum(), logits, use_reentrant=False)
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        (square + _loss(logits, target, True)).backward()
 
 
 @pytest.mark.interpreted

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from fla.modules.checks import under_autocast
+from fla.modules.checks import require, under_autocast
 from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, scaled
 from fla.ops.backends.opaque import opaque, runs_as_it_is
-from fla.ops.common.triton_call import DEVICES, in_rows, require_triton
+from fla.ops.common.triton_call import DEVICES, in_rows
 
 _NUMBERS = 'float label_smoothing, float logit_scale, float lse_square_scale, float logit_softcapping, int ignore_index'
 
@@ -163,12 +163,16 @@ class _InPlace(torch.autograd.Function):
 
 
 def _may_be_overwritten(logits: torch.Tensor) -> bool:
-    """Whether nothing but this loss can want the logits: they are a result, in memory of their own, of eager code."""
+    """Whether the logits are a result of eager code in memory of their own, of which autograd knows who wants it: with hooks
+    of saved tensors, such as those of checkpoints, it does not see who wrote over what they keep; and who wants another part
+    of larger memory may have it."""
     if not runs_as_it_is(logits) or logits.device.type not in DEVICES:
         return False
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
     base = logits._base if logits._is_view() and logits._base is not None else logits
-    in_rows = logits.stride(1) == 1 and (logits.shape[0] < 2 or logits.stride(0) >= logits.shape[1])
-    return in_rows and base.grad_fn is not None
+    whole = logits.is_contiguous() and logits.untyped_storage().nbytes() == logits.numel() * logits.element_size()
+    return whole and base.grad_fn is not None
 
 
 def cross_entropy(
@@ -184,7 +188,7 @@ def cross_entropy(
     process_group: distributed.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cross_entropy_loss` on Triton."""
-    require_triton('cross_entropy_loss', logits, 'logits')
+    require('cross_entropy_loss', logits=logits, target=target)
     group = None if process_group is None else process_group.group_name
     cap = 0.0 if logit_softcapping is None else float(logit_softcapping)
     numbers = (float(label_smoothing), float(logit_scale), float(lse_square_scale), cap, ignore_index, group)
@@ -361,7 +365,7 @@ def linear_cross_entropy(
     gradient of the loss is not one number, and not in float16: most gradients of logits are too small for it, until the
     backward brings the factor of a loss scaler.
     """
-    require_triton('fused_linear_cross_entropy_loss', x, 'x')
+    require('fused_linear_cross_entropy_loss', x=x, target=target, weight=weight)
     if under_autocast(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

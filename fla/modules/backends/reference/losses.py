@@ -76,7 +76,9 @@ class ReferenceLosses:
         if label_smoothing:
             losses = losses + label_smoothing * (lse - mean)
         classes = v.shape[1] * (1 if process_group is None else process_group.size())
-        losses = torch.where((target >= 0) & (target < classes), losses, float('nan'))
+        # a factor, so that the gradient says it too
+        known = ignored | ((target >= 0) & (target < classes))
+        losses = losses * torch.ones_like(losses).masked_fill(~known, float('nan'))
         return torch.where(ignored, 0.0, losses), torch.where(ignored, 0.0, z_losses).detach()
 
     def fused_linear_cross_entropy_loss(
