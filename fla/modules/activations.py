@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from fla.modules.checks import check_dims, check_floating, check_same, check_shape, under_autocast
+from fla.modules.checks import check_dims, check_floating, check_same, check_shape, require, under_autocast
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import dispatch
-from fla.ops.common.triton_call import require_triton
+from fla.ops.common.checks import check_given
 
 
 def _check_swiglu(x: torch.Tensor, y: torch.Tensor) -> None:
+    check_given(x=x, y=y)
     check_floating(x=x, y=y)
     check_dims('x', x, 1, '[..., D]')
     check_same('y', y, 'x', x)
@@ -31,7 +32,7 @@ def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
-    require_triton('swiglu', x, 'x')
+    require('swiglu', x=x, y=y)
     from fla.modules.kernels import activations
 
     out: torch.Tensor = activations.swiglu(x, y)
@@ -39,6 +40,7 @@ def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _check_silu_and_mul(x: torch.Tensor) -> None:
+    check_given(x=x)
     check_floating(x=x)
     check_dims('x', x, 1, '[..., 2D]')
     if x.shape[-1] % 2:
@@ -60,7 +62,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
     Source: as for `swiglu`.
     """
-    require_triton('silu_and_mul', x, 'x')
+    require('silu_and_mul', x=x)
     from fla.modules.kernels import activations
 
     out: torch.Tensor = activations.silu_and_mul(x)
@@ -68,6 +70,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check_swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    check_given(x=x, y=y, weight=weight)
     check_floating(x=x, y=y, weight=weight, bias=bias)
     check_dims('x', x, 1, '[..., D]')
     check_same('y', y, 'x', x)
@@ -98,7 +101,7 @@ def swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: 
 
     Source: as for `swiglu`.
     """
-    require_triton('swiglu_linear', x, 'x')
+    require('swiglu_linear', x=x, y=y, weight=weight)
     from fla.modules.kernels import activations
 
     if under_autocast(x):

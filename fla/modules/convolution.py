@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import SILU, check_choice, check_floating, check_shape, check_written
+from fla.modules.checks import SILU, check_choice, check_floating, check_shape, check_written, require
 from fla.modules.on_triton import on_triton
-from fla.ops.backends import Verdict, dispatch
-from fla.ops.common.checks import check_cu_seqlens
-from fla.ops.common.triton_call import require_triton
+from fla.ops.backends import Verdict, check_tensors, dispatch
+from fla.ops.common.checks import check_cu_seqlens, check_given
 
 MOST_TAPS = 8  # of the Triton kernels: wider filters take too many registers
 
@@ -44,18 +43,18 @@ def _check(
     cu_seqlens: torch.Tensor | None,
     check_values: bool,
 ) -> None:
+    check_given(x=x, weight=weight)
     check_floating(x=x, weight=weight, bias=bias, residual=residual, initial_state=initial_state)
+    check_tensors(x=x, cu_seqlens=cu_seqlens)
     if x.dim() != 3:
         raise ValueError(f'x must be [B, T, D], got shape {list(x.shape)}')
     _check_filter(weight, bias, x.shape[2], activation)
     check_shape('residual', residual, x.shape, 'shaped like x')
     count = check_cu_seqlens(x, cu_seqlens, None, check_values)
-    if cu_seqlens is not None and cu_seqlens.shape[0] == 1 and x.shape[1] != 0:
-        raise ValueError(f'cu_seqlens holds no sequence, but x has T = {x.shape[1]}')
     check_shape('initial_state', initial_state, (count, x.shape[2], weight.shape[1]), '[N, D, W]')
 
 
-@dispatch('modules', check=_check, default_verifier=(on_triton('x'), _narrow))
+@dispatch('modules', check=_check, default_verifier=(on_triton('x', 'weight', 'bias', 'residual', 'initial_state'), _narrow))
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -87,7 +86,7 @@ def causal_conv1d(
     Source: the convolution of Fu et al. 2023, "Hungry Hungry Hippos", arXiv 2212.14052, as used in Gu and Dao 2023, "Mamba",
     arXiv 2312.00752.
     """
-    require_triton('causal_conv1d', x, 'x')
+    require('causal_conv1d', x=x, weight=weight)
     from fla.modules.kernels.convolution_autograd import convolution
 
     y, final = convolution(x, weight, bias, residual, initial_state, cu_seqlens, output_final_state, activation is not None)
@@ -102,8 +101,8 @@ def _check_update(
     bias: torch.Tensor | None,
     activation: str | None,
 ) -> None:
-    if weight is None:
-        raise TypeError('weight must be a tensor [D, W], got None')
+    check_given(x=x, cache=cache, weight=weight)
+    assert weight is not None
     check_floating(x=x, cache=cache, residual=residual, weight=weight, bias=bias)
     if not (x.dim() == 2 or (x.dim() == 3 and 1 in x.shape[:2])):
         raise ValueError(f'x must be one step: [N, D], [N, 1, D] or [1, N, D], got shape {list(x.shape)}')
@@ -115,9 +114,10 @@ def _check_update(
     check_written('cache', cache)
 
 
-@dispatch(
-    'modules', check=_check_update, default_verifier=(on_triton('x', gradient=False), _narrow_step), mutates=('cache',)
-)
+step_on_triton = on_triton('x', 'cache', 'residual', 'weight', 'bias', gradient=False)
+
+
+@dispatch('modules', check=_check_update, default_verifier=(step_on_triton, _narrow_step), mutates=('cache',))
 def causal_conv1d_update(
     x: torch.Tensor,
     cache: torch.Tensor,
@@ -145,8 +145,8 @@ def causal_conv1d_update(
 
     Source: as for `causal_conv1d`.
     """
-    assert weight is not None  # checked
-    require_triton('causal_conv1d_update', x, 'x')
+    require('causal_conv1d_update', x=x, cache=cache, weight=weight)
+    assert weight is not None
     from fla.modules.kernels.convolution_autograd import update
 
     return update(x, cache, residual, weight, bias, activation is not None), cache
@@ -198,8 +198,9 @@ class ShortConvolution(nn.Conv1d):
             x: `[B, T, D]`.
             residual: shaped like x, added last.
             mask: `[B, T]`, 0 where x is padding and counts as zero; not with `cu_seqlens`.
-            cache: `[N, D, W]`, the W steps before the first. Where there are as many steps as sequences, as in decoding, it
-                is changed in place; see `causal_conv1d_update` about gradients.
+            cache: `[N, D, W]`, the W steps before the first. With `T == 1` and without `cu_seqlens`, as in decoding, it is
+                changed in place, see `causal_conv1d_update` about gradients, unless it is a leaf that requires a gradient: a
+                learnt initial state. Otherwise it is not changed.
             output_final_state: return the last W steps of each sequence.
             cu_seqlens: `[N + 1]`: packed sequences, with B == 1.
 
@@ -209,26 +210,20 @@ class ShortConvolution(nn.Conv1d):
         Raises:
             TypeError, ValueError: for arguments that do not fit.
         """
+        check_given(x=x)
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError('mask is for padded batches and cu_seqlens for packed ones: pass one of them')
             check_shape('mask', mask, x.shape[:2], '[B, T]')
             x = x.masked_fill(mask[..., None] == 0, 0.0)
         weight = self.weight.squeeze(1)
-        if cache is not None and cu_seqlens is None and x.shape[1] == 1:
+        # Packed sequences of one step each cannot be told from a prefill without reading lengths from the device, and what
+        # a prefill goes on from may serve again, as a prefix does: nobody's but a certain decode step's cache is changed.
+        learnt = cache is not None and cache.requires_grad and cache.is_leaf
+        if cache is not None and cu_seqlens is None and x.shape[1] == 1 and not learnt:
             y, cache = causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation)
             return y, cache if output_final_state else None
-        if cache is not None and cu_seqlens is not None and x.shape[1] == cu_seqlens.shape[0] - 1:
-            # whether each sequence has one step is known on the device alone: this is right for any lengths
-            check_written('cache', cache)
-            before = cache.clone() if torch.is_grad_enabled() else cache
-            y, final = causal_conv1d(x, weight, self.bias, residual, before, True, self.activation, cu_seqlens)
-            assert final is not None  # asked for
-            cache.copy_(final)
-            return y, cache if output_final_state else None
-        return causal_conv1d(
-            x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens=cu_seqlens
-        )
+        return causal_conv1d(x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens)
 
     def extra_repr(self) -> str:
         return f'{self.hidden_size}, kernel_size={self.kernel_size[0]}, activation={self.activation}'

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import SILU, check_choice, check_floating, check_shape
+from fla.modules.checks import SILU, check_choice, check_floating, check_shape, require
 from fla.modules.layernorm import check_norm, fit, norm_on_triton
 from fla.ops.backends import dispatch
-from fla.ops.common.triton_call import require_triton
+from fla.ops.common.checks import check_given
 
 ACTIVATIONS = (*SILU, 'sigmoid')
 
@@ -22,6 +22,7 @@ def _check(
     residual: torch.Tensor | None,
     eps: float,
 ) -> None:
+    check_given(x=x, g=g)
     if activation in ACTIVATIONS and fit(x, weight, bias, residual, eps) and fit(x, None, None, g, eps):
         return
     check_floating(x=x, g=g)
@@ -60,8 +61,8 @@ def rms_norm_gated(
     Source: the output gate of Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464 (swish), and of Kimi Team 2025,
     "Kimi Linear", arXiv 2510.26692 (sigmoid).
     """
-    if not x.is_cuda:
-        require_triton('rms_norm_gated', x, 'x')
+    if x is None or g is None or not x.is_cuda:
+        require('rms_norm_gated', x=x, g=g)
     from fla.modules.kernels.norms_autograd import normalize
 
     return normalize(  # type: ignore[no-any-return]

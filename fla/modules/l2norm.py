@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from fla.modules.checks import check_dims, check_eps, check_floating
+from fla.modules.checks import check_dims, check_eps, check_floating, require
 from fla.modules.layernorm import fit, norm_on_triton
 from fla.ops.backends import dispatch
-from fla.ops.common.checks import FLOATS
-from fla.ops.common.triton_call import require_triton
+from fla.ops.common.checks import FLOATS, check_given
 
 
 def _check(x: torch.Tensor, eps: float, output_dtype: torch.dtype | None) -> None:
     if output_dtype is None and fit(x, None, None, None, eps):
         return
+    check_given(x=x)
     check_floating(x=x)
     check_dims('x', x, 1, '[..., D]')
     check_eps(eps)
@@ -36,8 +36,8 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None 
     Raises:
         TypeError, ValueError: for arguments that do not fit, before any backend is asked.
     """
-    if not x.is_cuda:
-        require_triton('l2norm', x, 'x')
+    if x is None or not x.is_cuda:
+        require('l2norm', x=x)
     from fla.modules.kernels.norms_autograd import normalize
 
     return normalize('l2', x, eps=eps, dtype=output_dtype)  # type: ignore[no-any-return]

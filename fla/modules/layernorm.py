@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fla.modules.checks import check_dims, check_eps, check_floating, check_int, check_shape
+from fla.modules.checks import check_dims, check_eps, check_floating, check_int, check_shape, require
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import dispatch
 from fla.ops.backends.backend import Verdict
-from fla.ops.common.checks import FLOATS
-from fla.ops.common.triton_call import require_triton
+from fla.ops.common.checks import FLOATS, check_given
 
 norm_on_triton = on_triton('x', 'residual', 'g', 'weight', 'bias')
 
@@ -57,6 +56,7 @@ def check_norm(
     """x `[..., D]`, weight and bias `[D]`, the residual shaped like x."""
     if fit(x, weight, bias, residual, eps):
         return
+    check_given(x=x)
     check_floating(x=x, weight=weight, bias=bias, residual=residual)
     check_dims('x', x, 1, '[..., D]')
     check_shape('weight', weight, x.shape[-1:], '[D]')
@@ -187,8 +187,8 @@ def group_norm(
 
 
 def _normalized(name: str, kind: str, x: torch.Tensor, *arguments: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    if not x.is_cuda:
-        require_triton(name, x, 'x')
+    if x is None or not x.is_cuda:
+        require(name, x=x)
     from fla.modules.kernels.norms_autograd import normalize
 
     return normalize(kind, x, *arguments)  # type: ignore[no-any-return]

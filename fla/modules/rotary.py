@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import check_dims, check_floating, check_int, check_shape, check_written
+from fla.modules.checks import check_dims, check_floating, check_int, check_shape, check_written, require
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import check_tensors, dispatch
-from fla.ops.common.checks import check_cu_seqlens
+from fla.ops.common.checks import check_cu_seqlens, check_given
 from fla.ops.common.gates import wide
-from fla.ops.common.triton_call import require_triton
 
 
 def rotary_embedding_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
@@ -45,7 +44,9 @@ def _check(
     cu_seqlens: torch.Tensor | None,
     check_values: bool,
 ) -> None:
+    check_given(x=x, cos=cos, sin=sin)
     check_floating(x=x, cos=cos, sin=sin)
+    check_tensors(x=x, cu_seqlens=cu_seqlens)
     if x.dim() != 4:
         raise ValueError(f'x must be [B, T, H, D], got shape {list(x.shape)}')
     check_dims('cos', cos, 2, '[S, R / 2]')
@@ -111,7 +112,7 @@ def rotary_embedding(
 
     Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
     """
-    require_triton('rotary_embedding', x, 'x')
+    require('rotary_embedding', x=x, cos=cos, sin=sin)
     from fla.modules.kernels import rotary
 
     return rotary.rotary_embedding(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens)
@@ -189,6 +190,8 @@ class RotaryEmbedding(nn.Module):
         Raises:
             TypeError, ValueError: for arguments that do not fit.
         """
+        check_given(q=q, k=k)
+        check_tensors(q=q, k=k, cu_seqlens=cu_seqlens, position_ids=position_ids)
         check_shape('k', k, (*q.shape[:2], *k.shape[2:]), 'of the batch and time of q, [B, T, H, D]')
         check_shape('position_ids', position_ids, q.shape[:2], '[B, T]')
         place = positions(q, seqlen_offset, cu_seqlens) if position_ids is None else position_ids

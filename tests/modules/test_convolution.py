@@ -168,24 +168,54 @@ def test_layer():
 @pytest.mark.parametrize('grad', [False, True], ids=['no grad', 'grad'])
 @pytest.mark.parametrize('lens', [(1, 1, 1), (2, 0, 1)], ids=str)
 @pytest.mark.parametrize('output', [False, True])
-def test_as_many_steps_as_sequences(output, lens, grad):
-    """Decoding of packed sequences: the cache is changed in place, and right for other lengths of the same sum too."""
+def test_packed_sequences_leave_the_cache(output, lens, grad):
+    """Also where there are as many steps as sequences: lengths are on the device, and it may be the prefix of many batches,
+    or learnt."""
     layer, cu = ShortConvolution(6, 4, backend='cuda').double(), torch.tensor([0, *lens]).cumsum(0)
-    cache, x = tensor(3, 6, 4), tensor(1, 6, 6, grad=grad)
-    state = cache.clone()
+    cache, x = tensor(3, 6, 4, grad=grad), tensor(1, 3, 6)
+    before = cache.detach().clone()
     with torch.set_grad_enabled(grad):
-        for start in (0, 3):
-            y, after = layer(x[:, start : start + 3], cache=cache, output_final_state=output, cu_seqlens=cu)
-            expected, state = oracle(x[:, start : start + 3], layer.weight[:, 0], None, None, state, 'silu', cu)
-            assert error(expected, y) < 1e-14
-            assert error(state, cache) < 1e-14
-            assert after is (cache if output else None)
+        y, after = layer(x, cache=cache, output_final_state=output, cu_seqlens=cu)
+        expected, state = oracle(x, layer.weight[:, 0], None, None, cache, 'silu', cu)
+    assert error(expected, y) < 1e-14
+    assert (after is not None) == output
+    assert not output or error(state, after) < 1e-14
+    assert torch.equal(cache, before)
     if grad:
-        # through the cache, too
-        inputs = (x, layer.weight)
-        wanted = torch.autograd.grad(expected.square().sum() + state.square().sum(), inputs)
-        for a, b in zip(wanted, torch.autograd.grad(y.square().sum() + cache.square().sum(), inputs), strict=True):
-            assert error(a, b) < 1e-13
+        (wanted,), (got,) = torch.autograd.grad(expected.sum(), cache), torch.autograd.grad(y.sum(), cache)
+        assert error(wanted, got) < 1e-13
+
+
+@pytest.mark.parametrize('grad', [False, True], ids=['no grad', 'grad'])
+def test_a_learnt_state_is_not_written(grad):
+    """One step changes a cache in place, but no parameter, with gradients or without."""
+    layer, x, learnt = ShortConvolution(6, 4).double(), tensor(3, 1, 6), torch.nn.Parameter(tensor(3, 6, 4))
+    before = learnt.detach().clone()
+    with torch.set_grad_enabled(grad):
+        y, after = layer(x, cache=learnt, output_final_state=True)
+        expected, state = oracle(x, layer.weight[:, 0], None, None, learnt, 'silu')
+    assert torch.equal(learnt, before)
+    assert error(expected, y) < 1e-14
+    assert error(state, after) < 1e-14
+    if grad:
+        assert torch.autograd.grad(y.sum(), learnt)[0].any()
+    compiled = torch.compile(lambda x, cache: layer(x, cache=cache)[0], fullgraph=True, backend='aot_eager')
+    assert error(expected, compiled(x, learnt)) < 1e-14
+    assert torch.equal(learnt, before)
+
+
+def test_a_cache_made_in_inference_mode():
+    """Is stepped without gradients outside of it, too."""
+    layer, x = ShortConvolution(6, 4).double(), tensor(3, 1, 6)
+    with torch.inference_mode():
+        cache = tensor(3, 6, 4)
+    before = cache.clone()
+    with torch.no_grad():
+        y, after = layer(x, cache=cache, output_final_state=True)
+    expected, state = oracle(x, layer.weight[:, 0], None, None, before, 'silu')
+    assert after is cache
+    assert error(expected, y) < 1e-14
+    assert error(state, cache) < 1e-14
 
 
 @pytest.mark.parametrize(
@@ -202,8 +232,13 @@ def test_as_many_steps_as_sequences(output, lens, grad):
         (lambda x, w: causal_conv1d(x, w, cu_seqlens=torch.tensor([0, 5])), ValueError, 'batch must be 1'),
         (lambda x, w: causal_conv1d(x[:1], w, cu_seqlens=torch.tensor([0, 4])), ValueError, 'end at T = 5'),
         (lambda x, w: causal_conv1d(x[:1], w, cu_seqlens=torch.tensor([0.0, 5.0])), TypeError, 'cu_seqlens must be int32'),
-        (lambda x, w: causal_conv1d(x[:1], w, cu_seqlens=torch.tensor([0])), ValueError, 'cu_seqlens'),
-        (lambda x, w: causal_conv1d_update(x[:, 0], x), TypeError, 'weight must be a tensor'),
+        (lambda x, w: causal_conv1d(x[:1], w, cu_seqlens=torch.tensor([0])), ValueError, 'cu_seqlens holds no sequence'),
+        (lambda x, w: causal_conv1d_update(x[:, 0], x), TypeError, "argument 'weight' must be a tensor, got None"),
+        (
+            lambda x, w: causal_conv1d(x[:1].to('meta'), w.to('meta'), cu_seqlens=torch.tensor([0, 5])),
+            ValueError,
+            "'cu_seqlens' is on cpu and 'x' on meta",
+        ),
         (lambda x, w: causal_conv1d_update(x, x, weight=w), ValueError, 'x must be one step'),
         (lambda x, w: causal_conv1d_update(x[:, 0], x, weight=w), ValueError, r'cache must be \[N, D, W\] = \[2, 3, 4\]'),
         (lambda x, w: causal_conv1d_update(x[:, 0], w.expand(2, 3, 4), weight=w), ValueError, 'share memory'),

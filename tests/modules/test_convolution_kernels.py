@@ -201,10 +201,28 @@ def test_update(dtype, layout, width):
 
 
 @pytest.mark.interpreted
+def test_strided_lengths():
+    """They are read by their strides."""
+    every_second = torch.tensor([0, 9, 2, 9, 6, 9])[::2]
+    arguments = tensors(1, 6, 3, 4, 2, torch.float32)
+    against_the_formula(arguments, bound, activation=None, cu_seqlens=every_second, output_final_state=True)
+
+
+@pytest.mark.interpreted
 def test_who_serves():
     """What the kernels do not take goes to the reference."""
     x, cache, weight = torch.randn(2, 3), torch.zeros(2, 3, 4), torch.randn(3, 4)
     wide, wide_cache = torch.randn(3, 9), torch.zeros(2, 3, 9)
+    for name, shape in (('weight', (3, 4)), ('bias', (3,)), ('residual', (2, 5, 3)), ('initial_state', (2, 3, 4))):
+        arguments = {'x': torch.randn(2, 5, 3), 'weight': weight, name: torch.full(shape, 1 / 3, dtype=torch.float64)}
+        with trace() as recorded:
+            causal_conv1d(**arguments, output_final_state=True)
+        assert recorded.last_backend('modules.causal_conv1d') == 'reference', name
+    third = torch.full((2, 3, 4), 1 / 3, dtype=torch.float64)
+    with trace() as recorded:
+        causal_conv1d_update(x, third, None, weight)
+    assert recorded.last_backend('modules.causal_conv1d_update') == 'reference'
+    assert (third[..., :3] == 1 / 3).all()
     for arguments, served in (
         ((x, cache, None, weight), 'default'),
         ((x, cache, None, weight.clone().requires_grad_()), 'reference'),
@@ -251,12 +269,24 @@ def test_compiled():
     assert torch.equal(*caches)
 
 
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device='meta')
+
+
+@pytest.mark.triton
+def test_compiles_without_steps():
+    """The interpreter goes around what a program does not reach; a compiler does not."""
+    with compile_only((9, 0)):
+        for cu in (None, empty(3, dtype=torch.int32)):
+            x, state = empty(2 if cu is None else 1, 0, 8), empty(2, 8, 3)
+            launch_forward(x, empty(8, 3), None, None, state, cu, True, True)
+            launch_backward(x, empty(8, 3), None, state, cu, True, x, state)
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 def test_compiles(capability, packed):
-    def empty(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, dtype=dtype, device='meta')
 
     x, weight, cu = empty(1, 999, 1536), empty(1536, 4), empty(4, dtype=torch.int32) if packed else None
     state, bias = empty(3 if packed else 1, 1536, 4), empty(1536)

@@ -101,6 +101,47 @@ def test_meta_tensors_compile_and_autocast(name):
             torch.testing.assert_close(call(*CALLS[name](x)), expected, rtol=0, atol=0)
 
 
+# tensors that may not be left out, by function
+REQUIRED = {
+    'layernorm.rms_norm': 'x',
+    'layernorm.layer_norm': 'x',
+    'layernorm.group_norm': 'x',
+    'fused_norm_gate.rms_norm_gated': 'x g',
+    'l2norm.l2norm': 'x',
+    'activations.swiglu': 'x y',
+    'activations.silu_and_mul': 'x',
+    'activations.swiglu_linear': 'x y weight',
+    'rotary.rotary_embedding': 'x cos sin',
+    'fused_cross_entropy.cross_entropy_loss': 'logits target',
+    'fused_linear_cross_entropy.fused_linear_cross_entropy_loss': 'x target weight',
+    'convolution.causal_conv1d': 'x weight',
+    'convolution.causal_conv1d_update': 'x cache weight',
+}
+
+
+@pytest.mark.parametrize('name', CALLS)
+@pytest.mark.parametrize('dispatched', [True, False])
+def test_none_for_a_tensor(name, dispatched):
+    """Also where nothing is dispatched: a call is then one of the function that was decorated."""
+    module, function = name.split('.')
+    call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
+    call = call if dispatched else call.__wrapped__
+    for required in REQUIRED[name].split():
+        bound = inspect.signature(call).bind(*CALLS[name](torch.randn(2, 8, 6)))
+        bound.arguments[required] = None
+        with pytest.raises(TypeError, match=f'argument {required!r} must be a tensor, got None'):
+            call(*bound.args, **bound.kwargs)
+
+
+@pytest.mark.parametrize('layer', [fla.modules.ShortConvolution(3, 4), fla.modules.RotaryEmbedding(2)], ids=str)
+def test_none_for_a_tensor_of_a_layer(layer):
+    names = [p.name for p in inspect.signature(layer.forward).parameters.values() if p.default is p.empty]
+    for required in names:
+        given = {name: torch.randn(1, 2, 3, 3) for name in names} | {required: None}
+        with pytest.raises(TypeError, match=f'argument {required!r} must be a tensor, got None'):
+            layer(**given)
+
+
 def test_described_and_explained():
     table = describe('modules')
     assert [name for name in CALLS if f'modules.{name.split(".")[1]}' not in table and name.split('.')[1] not in table] == []

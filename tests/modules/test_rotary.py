@@ -112,6 +112,16 @@ def test_arguments_of_flash_linear_attention():
         assert torch.equal(found, wanted)
 
 
+def test_in_place_of_what_was_made_in_inference_mode():
+    cos, sin = tensor(5, 2), tensor(5, 2)
+    with torch.inference_mode():
+        x = tensor(1, 5, 2, 4)
+    expected = oracle(x, cos, sin)
+    with torch.no_grad():
+        assert rotary_embedding(x, cos, sin, inplace=True) is x
+    assert error(expected, x) < 1e-14
+
+
 def test_scores_depend_on_distance_alone_far_away():
     """Angles are float32: at position 10^5 they are off by less than 0.01."""
     layer = RotaryEmbedding(64)
@@ -125,6 +135,11 @@ def test_scores_depend_on_distance_alone_far_away():
     ('call', 'kind', 'message'),
     [
         (lambda x, c: rotary_embedding(x[0], c, c), ValueError, r'x must be \[B, T, H, D\]'),
+        (
+            lambda x, c: rotary_embedding(x[:1].to('meta'), c.to('meta'), c.to('meta'), cu_seqlens=torch.tensor([0, 5])),
+            ValueError,
+            "'cu_seqlens' is on cpu and 'x' on meta",
+        ),
         (lambda x, c: rotary_embedding(x.int(), c, c), TypeError, 'x must be float16'),
         (lambda x, c: rotary_embedding(x, c[0], c[0]), ValueError, r'cos must be \[S, R / 2\]'),
         (lambda x, c: rotary_embedding(x, c, c[:2]), ValueError, 'sin must be shaped like cos'),

@@ -653,6 +653,7 @@ def launch_forward(
     (batch, length, D), W = x.shape, weight.shape[1]
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     x, residual = in_rows(x), None if residual is None else in_rows(residual)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     y = torch.empty((batch, length, D), dtype=x.dtype, device=x.device)
     final = None
     if output_final_state:
@@ -690,6 +691,7 @@ def launch_backward(
     (batch, length, D), W = x.shape, weight.shape[1]
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     x, dy = in_rows(x), in_rows(dy)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     dx = torch.empty((batch, length, D), dtype=x.dtype, device=x.device)
     dstate = None
     tiles, extra = -(-length // (LANES * WALK)), 0
@@ -702,9 +704,11 @@ def launch_backward(
     programs = batch * (tiles + extra) * -(-D // block)
     if programs:
         with on_device_of(x):
-            if cu_seqlens is not None and length:
+            if cu_seqlens is not None:
+                # there with no steps, too: what walks over them is compiled all the same
                 sequences = torch.empty(length, dtype=torch.int32, device=x.device)
-                _sequences[(-(-length // 512),)](cu_seqlens, sequences, length, count, count.bit_length(), 512)
+                if length:
+                    _sequences[(-(-length // 512),)](cu_seqlens, sequences, length, count, count.bit_length(), 512)
             _backward[(programs,)](
                 *(x, weight, bias, initial_state, cu_seqlens, sequences, dy, dfinal, dx, dstate, partial),
                 *(length, D, tiles, extra, *_strides(x, 2), *weight.stride(), *_strides(bias, 1)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from fla.modules.backends.reference.overwrite import overwrite
 from fla.ops.common.gates import wide
 
 
@@ -54,7 +55,7 @@ class ReferenceConvolution:
         # what goes into the sum is x, not x as the cache rounds it
         taps = [*(inputs[..., w] for w in range(weight.shape[1] - 1)), now[..., 0]]
         y = _filter(taps, weight, bias, activation).reshape(x.shape)
-        cache.copy_(inputs)
+        overwrite(cache, inputs)
         return (y if residual is None else y + wide(residual)).to(x.dtype), cache
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fla.modules.backends.reference.overwrite import overwrite
 from fla.modules.rotary import positions, rotary_embedding_ref
 
 
@@ -27,4 +28,4 @@ class ReferenceRotary:
             place = positions(x, seqlen_offsets, cu_seqlens).clamp(0, cos.shape[0] - 1)
             cos, sin = cos[place], sin[place]
         y = rotary_embedding_ref(x, cos, sin, interleaved)
-        return x.copy_(y) if inplace else y
+        return overwrite(x, y) if inplace else y
