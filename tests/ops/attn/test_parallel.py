@@ -210,6 +210,13 @@ def test_packed_sequences_whose_lengths_only_a_device_knows(monkeypatch, backend
         torch.testing.assert_close(x, one_by_one[name], rtol=1e-12, atol=1e-12)
 
 
+def test_compiled_for_any_length():
+    compiled = torch.compile(parallel_attn.bind(backend='sdpa'), fullgraph=True, dynamic=True, backend='aot_eager')
+    for length in (24, 9):
+        given = inputs(length=length)
+        torch.testing.assert_close(compiled(**given), parallel_attn(**given))
+
+
 def test_strong_gates_do_not_overflow():
     given = inputs('g', dtype=FP32)
     given['g'] = given['g'] * 100

@@ -68,9 +68,14 @@ class SDPABackend(BaseBackend):
         if window_size is not None and q.shape[1] == 1:
             # the last keys, and all of them
             k, v, window_size = k[:, -window_size:], v[:, -window_size:], None
-        seen, causal = None, q.shape[1] == k.shape[1]
-        if window_size is not None or cu_seqlens is not None or not (causal or q.shape[1] == 1):
-            seen, causal = visible(q, k, window_size, cu_seqlens), False
+        # flags are set by branches: in compiled code for any shape a comparison is no bool
+        seen, causal, grouped = None, False, False
+        if q.shape[2] != k.shape[2]:
+            grouped = True
+        if window_size is None and cu_seqlens is None and q.shape[1] == k.shape[1]:
+            causal = True
+        elif window_size is not None or cu_seqlens is not None or q.shape[1] != 1:
+            seen = visible(q, k, window_size, cu_seqlens)
         with without_autocast(q.device):
             o = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
@@ -79,7 +84,7 @@ class SDPABackend(BaseBackend):
                 attn_mask=seen,
                 is_causal=causal,
                 scale=scale,
-                enable_gqa=q.shape[2] != k.shape[2],
+                enable_gqa=grouped,
             )
         return o.transpose(1, 2).contiguous()
 
