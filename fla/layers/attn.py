@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fla.layers.cache import Cache, check_cache
-from fla.layers.padding import check_hidden
+from fla.layers.cache import Cache, check_cache, check_rows
+from fla.layers.padding import Packing, check_hidden, may_wait
 from fla.modules.layernorm import RMSNorm
 from fla.modules.rotary import RotaryEmbedding
 from fla.ops.attn import parallel_attn
@@ -83,7 +83,9 @@ class Attention(nn.Module):
         Args:
             hidden_states: `[B, T, hidden_size]`.
             attention_mask: `[B, S]`, 1 for steps and 0 for padding anywhere, S all steps up to now, cached ones included.
-                Padding is not seen, has no position, and gets zeros out.
+                Padding is not seen, has no position, and gets zeros out. With nothing cached yet, steps are packed, which
+                waits for the device. After cached ones, in compiled code and in a CUDA graph capture, PyTorch's attention
+                serves the call and not `parallel_attn`, with a mask `[B, T, S]`.
             past_key_values: the keys and values to go on from, updated in place; not with `cu_seqlens`.
             output_attentions: must be False; the weights are not kept.
             use_cache: with no `past_key_values`, make a new cache.
@@ -106,40 +108,54 @@ class Attention(nn.Module):
         batch, length = hidden_states.shape[:2]
         state = None if past_key_values is None or self.layer_idx is None else past_key_values[self.layer_idx]
         past = 0 if state is None else state.length
+        if state is not None:
+            check_rows(state, batch)
         if attention_mask is not None and attention_mask.shape[1] != past + length:
             raise ValueError(
                 f'attention_mask must have S = {past + length} columns ({past} cached and T = {length} new steps), '
                 f'got {attention_mask.shape[1]}'
             )
 
-        q = self.q_proj(hidden_states).view(batch, length, self.num_heads, self.head_dim)
-        k = self.k_proj(hidden_states).view(batch, length, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(hidden_states).view(batch, length, self.num_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        packing = steps = None
+        if attention_mask is not None and past == 0 and may_wait(hidden_states):
+            packing = Packing.of(attention_mask)
+            hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
+        elif attention_mask is not None:
+            hidden_states = hidden_states.masked_fill(attention_mask[:, past:, None] == 0, 0.0)
+            steps = (attention_mask.long().cumsum(1) - 1)[:, past:]
+        q, k, v = self._projected(hidden_states)
         if self.rotary is not None:
-            steps = None if attention_mask is None else (attention_mask.long().cumsum(1) - 1)[:, past:]
             q, k = self.rotary(q, k, past, cu_seqlens, position_ids=steps)
-        if state is not None:
-            if state.keys_values is not None:
-                k, v = (torch.cat([old, new], 1) for old, new in zip(state.keys_values, (k, v), strict=True))
-            state.keys_values, state.length = (k, v), past + length
-
-        if attention_mask is None:
+        if state is not None and state.keys_values is not None and past:
+            k, v = (torch.cat([old, new], 1) for old, new in zip(state.keys_values, (k, v), strict=True))
+        if attention_mask is None or packing is not None:
             o = parallel_attn(q, k, v, window_size=self.window_size, cu_seqlens=cu_seqlens)
         else:
             o = self._padded(q, k, v, attention_mask)
-        return self.o_proj(o.reshape(batch, length, -1)), None, past_key_values
+        out = self.o_proj(o.flatten(2))
+        if state is not None:
+            state.keys_values = (k, v) if packing is None else (packing.unpack(k), packing.unpack(v))
+            state.length = past + length
+        return out if packing is None else packing.unpack(out), None, past_key_values
+
+    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q `[B, T, HQ, K]`, k and v `[B, T, H, K]`."""
+        q = self.q_proj(x).view(*x.shape[:2], self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(*x.shape[:2], self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(*x.shape[:2], self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
 
     def _padded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Each row with its own padding, which no argument of `parallel_attn` can say. A window counts steps alone."""
-        kept = attention_mask.bool()
+        kept, past = attention_mask.bool(), k.shape[1] - q.shape[1]
         seen = visible(q, k)[None] & kept[:, None]
         if self.window_size is not None:
             place = kept.long().cumsum(1)
-            seen &= place[:, None] > place[:, -q.shape[1] :, None] - self.window_size
+            seen &= place[:, None] > place[:, past:, None] - self.window_size
         # padding sees something, for the softmax of nothing is no number
-        seen |= ~kept[:, -q.shape[1] :, None]
+        seen |= ~kept[:, past:, None]
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -147,4 +163,4 @@ class Attention(nn.Module):
             attn_mask=seen[:, None],
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
-        return o.transpose(1, 2) * kept[:, -q.shape[1] :, None, None]
+        return o.transpose(1, 2).masked_fill(~kept[:, past:, None, None], 0.0)

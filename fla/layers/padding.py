@@ -31,6 +31,11 @@ def check_hidden(
         )
 
 
+def may_wait(x: torch.Tensor) -> bool:
+    """Whether the host can read what x's device computes: not in compiled code, nor in a CUDA graph capture."""
+    return not (torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
 @dataclass(frozen=True)
 class Packing:
     """Where the steps of a padded batch are.
@@ -57,7 +62,7 @@ class Packing:
         return x.reshape(-1, x.shape[-1])[self.places][None]
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """`[1, steps, D]` to `[B, T, D]`, zeros for padding."""
+        """`[1, steps, …]` to `[B, T, …]`, zeros for padding."""
         batch, length = self.shape
-        flat = x.new_zeros(batch * length, x.shape[-1]).index_copy(0, self.places, x[0])
-        return flat.view(batch, length, x.shape[-1])
+        flat = x.new_zeros(batch * length, *x.shape[2:]).index_copy(0, self.places, x[0])
+        return flat.view(batch, length, *x.shape[2:])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fla.layers import Cache
+from fla.ops.backends import trace
 from tests.layers.test_layers import LAYERS, RECURRENT, bound, error, hidden, make
 
 
@@ -41,7 +42,7 @@ def test_an_empty_cache_has_no_rows_to_change():
 
 
 @pytest.mark.parametrize('pieces', [[5], [1, 4], [4, 1], [1, 1, 1, 1, 1], [2, 3]], ids=str)
-@pytest.mark.parametrize('name', RECURRENT)
+@pytest.mark.parametrize('name', LAYERS)
 def test_padded_prefill_in_pieces(name, pieces):
     """Padding changes nothing, also where a piece is one step, and whatever is there."""
     layer, x = make(name), hidden(4, 5)
@@ -75,7 +76,7 @@ def test_a_step_of_padding_keeps_the_bits_of_the_state(name):
         assert not torch.equal(old[1], new[1])
 
 
-@pytest.mark.parametrize('name', RECURRENT)
+@pytest.mark.parametrize('name', LAYERS)
 @pytest.mark.parametrize('length', [1, 2])
 def test_a_call_that_fails_leaves_the_cache_as_it_was(name, length):
     layer = make(name)
@@ -88,7 +89,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(name, length):
     assert all(torch.equal(old, new) for old, new in zip(tensors(before), tensors(cache), strict=True))
 
 
-@pytest.mark.parametrize('name', RECURRENT)
+@pytest.mark.parametrize('name', LAYERS)
 @pytest.mark.parametrize('shape', [(2, 0), (0, 3), (0, 1), (0, 0)], ids=str)
 @pytest.mark.parametrize('masked', [False, True])
 def test_nothing(name, shape, masked):
@@ -97,3 +98,27 @@ def test_nothing(name, shape, masked):
     o, _, cache = layer(x, attention_mask=mask, use_cache=True)
     assert o.shape == x.shape
     assert layer(x, past_key_values=cache)[0].shape == x.shape
+    batch, past = x.shape[0], cache.get_seq_length()
+    more = hidden(batch, 2)
+    for length in (2, 0):
+        past += length
+        mask = torch.ones(batch, past)
+        assert layer(more[:, :length], attention_mask=mask, past_key_values=cache)[0].shape == (batch, length, x.shape[2])
+
+
+def test_padded_attention_is_packed_attention():
+    """With nothing cached; not in compiled code, which cannot wait for lengths, nor after cached steps."""
+    layer, x = make('attn window', torch.float32), hidden(2, 6, dtype=torch.float32)
+    mask = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1]])
+    with trace() as recorded:
+        o = layer(x, attention_mask=mask)[0]
+    assert recorded.last_backend('attn.parallel_attn') == 'sdpa'
+    with trace() as recorded:
+        compiled = torch.compile(layer, fullgraph=True, backend='aot_eager')(x, attention_mask=mask)[0]
+    assert not any(record.function == 'attn.parallel_attn' for record in recorded)
+    torch.testing.assert_close(compiled, o)
+    cache = layer(x[:, :4], attention_mask=mask[:, :4], use_cache=True)[2]
+    with trace() as recorded:
+        rest = layer(x[:, 4:], attention_mask=mask, past_key_values=cache)[0]
+    assert not any(record.function == 'attn.parallel_attn' for record in recorded)
+    torch.testing.assert_close(rest, o[:, 4:])
