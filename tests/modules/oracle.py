@@ -1,6 +1,10 @@
 """Helpers of the module tests."""
 
+import contextlib
+
 import torch
+
+from fla.ops.backends import trace
 
 # Half a unit in the last place of a result of about 1, and for float32 a few roundings of the terms of a sum.
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-13}
@@ -43,3 +47,11 @@ def check(function, oracle, arguments, bound, **options):
         # a gradient is rounded to its tensor's dtype, and its terms saw an output gradient rounded to the output's
         assert error(a, b) <= 3 * bound, f'gradient of {name}'
     return got
+
+
+@contextlib.contextmanager
+def served_by(backend):
+    """Whatever is dispatched is served by that backend, and something is: others give the same numbers. Also a decorator."""
+    with trace() as recorded:
+        yield
+    assert {record.backend for record in recorded} == {backend}

@@ -5,13 +5,14 @@ import torch
 
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
 
-from .oracle import BOUND, DTYPES, check, error, tensor
+from .oracle import BOUND, DTYPES, check, error, served_by, tensor
 
 
 def oracle(x, y):
     return x / (1 + torch.exp(-x)) * y
 
 
+@served_by('reference')
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 def test_against_the_formula(dtype):
     x, y, weight, bias = (tensor(*shape, dtype=dtype) for shape in ((3, 6), (3, 6), (5, 6), (5,)))

@@ -9,7 +9,7 @@ from fla.ops.backends import trace
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
 
-from .oracle import error, tensor
+from .oracle import error, served_by, tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -73,6 +73,7 @@ def test_swiglu_linear(bias, dtype):
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_strides():
     """Rows apart, columns apart, broadcast; nothing is copied for the first and the last."""
     packed = tensor(2, 3, 50, dtype=torch.float32, grad=True)
@@ -100,6 +101,7 @@ def test_strides():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_strides_of_the_gradient():
     x, y = (tensor(4, 6, dtype=torch.float32, grad=True) for _ in range(2))
     for do in (
@@ -114,6 +116,7 @@ def test_strides_of_the_gradient():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_large_values():
     """silu goes to 0 and to x, without infinities in between."""
     x = torch.tensor([-1e4, -100.0, -88.0, 0.0, 88.0, 100.0, 1e4], requires_grad=True)
@@ -148,6 +151,7 @@ def test_empty_and_second_derivatives():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_linear_computes_only_what_is_wanted():
     x, y, weight, bias = (tensor(*shape, dtype=torch.float32) for shape in ((3, 4), (3, 4), (5, 4), (5,)))
     for wanted in ('x', 'y', 'weight', 'bias'):
@@ -161,6 +165,7 @@ def test_linear_computes_only_what_is_wanted():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 def test_linear_under_autocast(dtype):
     x, y = (tensor(3, 6, dtype=dtype, grad=True) for _ in range(2))
@@ -180,6 +185,7 @@ def test_linear_under_autocast(dtype):
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_backward_of_float32_within_autocast():
     """What was computed in float32 has its gradients in float32."""
     leaves = [tensor(*shape, dtype=torch.float32, grad=True) for shape in ((3, 6), (3, 6), (5, 6))]
@@ -192,6 +198,7 @@ def test_backward_of_float32_within_autocast():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_compiled_under_autocast():
     x, y = (tensor(3, 6, dtype=torch.float32, grad=True) for _ in range(2))
     weight = tensor(5, 6, dtype=torch.float32, grad=True)
@@ -207,6 +214,7 @@ def test_compiled_under_autocast():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_operators_and_compiled_callers():
     from fla.modules.kernels import activations
 

@@ -8,7 +8,7 @@ import torch
 from fla.modules import ShortConvolution
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
 
-from .oracle import BOUND, DTYPES, check, error, tensor
+from .oracle import BOUND, DTYPES, check, error, served_by, tensor
 
 
 def oracle(x, weight, bias=None, residual=None, initial_state=None, activation=None, cu_seqlens=None, **_):
@@ -35,6 +35,7 @@ def oracle(x, weight, bias=None, residual=None, initial_state=None, activation=N
 CU = torch.tensor([0, 0, 1, 4, 11, 11])
 
 
+@served_by('reference')
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 @pytest.mark.parametrize('width', [1, 2, 4])
@@ -123,6 +124,7 @@ def test_differentiable_twice(packed):
     assert torch.autograd.gradgradcheck(call, (x, weight, state))
 
 
+@served_by('reference')
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('layout', ['n', 'batch', 'packed'])
 def test_update_is_one_step(dtype, layout):
@@ -137,6 +139,7 @@ def test_update_is_one_step(dtype, layout):
     assert torch.equal(state.to(dtype), cache)
 
 
+@served_by('reference')
 def test_layer():
     layer = ShortConvolution(6, 4, bias=True, activation='silu').double()
     assert {n: tuple(p.shape) for n, p in layer.state_dict().items()} == {'weight': (6, 1, 4), 'bias': (6,)}

@@ -10,7 +10,7 @@ from fla.ops.backends import trace
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
 
-from .oracle import tensor
+from .oracle import served_by, tensor
 from .test_convolution import oracle
 
 KERNEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -115,6 +115,7 @@ def test_nothing(packed):
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_strides_broadcast_and_mixed_dtypes():
     weight, state = tensor(4, 3, dtype=torch.float32).t()[:, :4], tensor(2, 4, 3, dtype=torch.float32).transpose(1, 2)
     bias = tensor(6, dtype=torch.float32)[::2]
@@ -150,6 +151,7 @@ def test_broadcast_gradient():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_no_neighbour_is_seen():
     """Infinite steps reach nobody in another sequence, in either direction."""
     cu, x = torch.tensor([0, 5, 9, 20]), torch.randn(1, 20, 3)
@@ -243,6 +245,7 @@ def test_who_serves():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_compiled():
     cu = torch.tensor([0, 3, 8])
     x, weight, state = torch.randn(1, 8, 3), torch.randn(3, 4), torch.randn(2, 3, 4)

@@ -18,7 +18,7 @@ from tests import bounds
 from tests.triton_support.compile_only import compile_only
 
 from .losses import OPTIONS, gradients, linear_oracle, oracle, targets
-from .oracle import error, tensor
+from .oracle import error, served_by, tensor
 from .test_losses import check_ignored_rows, check_targets_that_are_none
 
 KERNEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -270,7 +270,8 @@ def test_linear_under_autocast():
 
 
 @pytest.mark.interpreted
-def test_compiled_and_as_operators():
+@served_by('default')
+def test_compiled():
     logits, target = torch.randn(4, 10, requires_grad=True), targets(4, 10)
     x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(10, 6, requires_grad=True)
 
@@ -299,6 +300,7 @@ class Head(torch.nn.Module):
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_exported():
     """For any length, with gradients."""
     model, x, target = Head(), torch.randn(2, 6, 8), targets(12, 12).reshape(2, 6)
@@ -319,6 +321,7 @@ def test_exported():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_once_only():
     logits, target = torch.randn(4, 10, requires_grad=True), targets(4, 10)
     with pytest.raises(RuntimeError, match='create_graph=True reached the backward of fla::cross_entropy_loss'):

@@ -12,7 +12,21 @@ from fla.modules.kernels import norms_autograd
 from fla.modules.l2norm import l2norm
 from fla.modules.layernorm import group_norm, layer_norm, rms_norm
 from fla.ops.backends import explain, trace, use_backend
-from tests.modules.norms import BARE, BF16, EVERYTHING, FP16, FP32, KINDS, call, check, everything, given, upstream
+from tests import bounds
+from tests.modules.norms import (
+    BARE,
+    BF16,
+    EVERYTHING,
+    FP16,
+    FP32,
+    KINDS,
+    call,
+    check,
+    everything,
+    given,
+    oracle,
+    upstream,
+)
 from tests.triton_support.compile_only import compile_only
 
 every_kind = pytest.mark.parametrize('kind', KINDS)
@@ -66,9 +80,75 @@ def test_sizes(kind, shape):
 @interpreted
 @pytest.mark.parametrize('kind', [kind for kind in KINDS if 'groups' not in kind])
 def test_one_element(kind):
-    """Of which layer_norm leaves nothing but the bias."""
-    found = everything(kind, given(kind, (3, 1), extras=('bias',)))
-    assert all(x.isfinite().all() for x in found.values())
+    """Of which layer_norm leaves nothing but the bias, and no gradient of x but rounding."""
+    tensors = given(kind, (3, 1))
+    if 'layer' not in kind:
+        return check(kind, tensors, eps=0.1)
+    found = everything(kind, tensors)
+    assert torch.equal(found['y'], tensors['bias'].expand(3, 1))
+    assert not found['dweight'].any()
+    assert torch.equal(found['dbias'], upstream((found['y'],))[0].sum(0))
+    if 'total' in found:
+        assert torch.equal(found['total'], tensors['x'] + tensors['residual'])
+
+
+# what a call may say beside its tensors
+ARGUMENTS = {
+    'a wide sum': ('rms prenorm', {'residual_in_fp32': True}, ('weight', 'bias')),
+    'a wide sum of layer_norm': ('layer prenorm', {'residual_in_fp32': True}, ('weight', 'bias')),
+    'a wide sum of groups': ('rms groups', {'residual_in_fp32': True}, ('weight', 'bias')),
+    'a wide sum, gated': ('sigmoid', {'residual_in_fp32': True}, ('weight', 'bias')),
+    'a residual keeps its dtype': ('rms prenorm', {'residual_in_fp32': True}, EVERYTHING),
+    'no mean to subtract': ('layer', {'is_rms_norm': True}, EVERYTHING),
+    'groups, no mean to subtract': ('groups', {'is_rms_norm': True, 'num_groups': 2}, ('weight',)),
+    'one group': ('groups', {'num_groups': 1}, ('weight', 'bias')),
+    'groups of one prime size': ('groups', {'num_groups': 3}, EVERYTHING),
+    'silu': ('swish', {'activation': 'silu', 'prenorm': True}, EVERYTHING),
+    'a large eps': ('swish', {'eps': 0.5}, ('weight',)),
+    'a large eps of l2norm': ('l2', {'eps': 3.0}, ()),
+}
+
+
+def check_arguments(case, backend, dtype):
+    kind, options, extras = ARGUMENTS[case]
+    tensors = given(kind, (3, 5, 24), dtype, extras)
+    check(kind, tensors, backend, **options)
+    if 'residual_in_fp32' in options:
+        _, total = call(kind, tensors, backend, **options)
+        assert total.dtype == (dtype if 'residual' in tensors else FP32)
+
+
+@interpreted
+@pytest.mark.parametrize('case', ARGUMENTS)
+def test_arguments(case):
+    check_arguments(case, 'default', FP32)
+    check_arguments(case, 'default', BF16)
+
+
+@pytest.mark.parametrize('case', ARGUMENTS)
+def test_arguments_of_the_reference(case):
+    check_arguments(case, 'reference', FP32)
+    check_arguments(case, 'reference', BF16)
+
+
+@interpreted
+@every_kind
+def test_a_broadcast_gate_or_row(kind):
+    """Strides of 0, with the gradient of what is shared; an eps that keeps groups of two from being all rounding."""
+    shared = given(kind, (1, 8))
+    for name in ('x', 'g', 'residual'):
+        if name in shared:
+            tensors = given(kind, (4, 8), seed=1)
+            leaf = shared[name].requires_grad_()
+            y = call(kind, {**tensors, name: leaf.expand(4, 8)}, eps=0.5)[0]
+            exact = leaf.detach().double().requires_grad_()
+            wide = {n: x.double() for n, x in tensors.items()} | {name: exact.expand(4, 8)}
+            expected = oracle(kind, **wide, **KINDS[kind][1], eps=0.5)[0]
+            assert bounds.relative_rms(expected.detach(), y.detach()) <= bounds.of_norm(FP32)
+            weights = upstream((y,))[0]
+            (got,) = torch.autograd.grad(y, leaf, weights)
+            (wanted,) = torch.autograd.grad(expected, exact, weights.double())
+            assert bounds.relative_rms(wanted, got) <= bounds.of_norm(FP32), name
 
 
 @interpreted

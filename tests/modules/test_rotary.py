@@ -9,7 +9,7 @@ from fla.modules import RotaryEmbedding
 from fla.modules.rotary import rotary_embedding, rotary_embedding_ref
 from fla.ops.backends import Policy, policy_context
 
-from .oracle import BOUND, DTYPES, check, error, tensor
+from .oracle import BOUND, DTYPES, check, error, served_by, tensor
 
 
 def oracle(x, cos, sin, interleaved=False, seqlen_offsets=0, cu_seqlens=None, **_):
@@ -30,6 +30,7 @@ def oracle(x, cos, sin, interleaved=False, seqlen_offsets=0, cu_seqlens=None, **
     return torch.stack(out).reshape(x.shape)
 
 
+@served_by('reference')
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('interleaved', [False, True], ids=['halves', 'interleaved'])
 @pytest.mark.parametrize('rotated', [6, 4])
@@ -43,6 +44,7 @@ def test_against_the_formula(dtype, interleaved, rotated):
         check(rotary_embedding, oracle, arguments, BOUND[dtype], interleaved=interleaved, seqlen_offsets=offsets)
 
 
+@served_by('reference')
 @pytest.mark.parametrize('offsets', [0, 3, torch.tensor([1, 0, 4, 2], dtype=torch.int32)], ids=['0', '3', 'tensor'])
 def test_packed(offsets):
     arguments = {'x': tensor(1, 7, 2, 4), 'cos': tensor(8, 2), 'sin': tensor(8, 2)}
@@ -80,6 +82,7 @@ def test_positions_beyond_the_table():
         rotary_embedding(x, table, 0 * table, seqlen_offsets=torch.tensor([2]))
 
 
+@served_by('reference')
 @pytest.mark.parametrize('interleaved', [False, True], ids=['halves', 'interleaved'])
 def test_layer(interleaved):
     layer = RotaryEmbedding(4, base=100.0, interleaved=interleaved)

@@ -9,7 +9,7 @@ from fla.ops.backends import trace
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
 
-from .oracle import error, tensor
+from .oracle import error, served_by, tensor
 from .test_rotary import oracle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -67,6 +67,7 @@ def test_many_rows():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_strides():
     bound = bounds.elementwise(torch.float32)
     cos, sin = tensor(12, 8, dtype=torch.float32)[::2, 2:4], tensor(2, 6, dtype=torch.float32).t()
@@ -89,6 +90,7 @@ def test_strides():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_in_place():
     """A slice of packed queries, keys and values is rotated, its neighbours stay; once, also for a caller that trains."""
     cos, sin = tensor(5, 3, dtype=torch.float32), tensor(5, 3, dtype=torch.float32)
@@ -111,6 +113,7 @@ def test_in_place():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_nothing_is_read_beyond_the_tables():
     x, table = torch.ones(1, 3, 1, 2), torch.arange(4.0)[:, None]
     y = rotary_embedding(x, table, 0 * table, seqlen_offsets=torch.tensor([2]))
@@ -140,6 +143,7 @@ def test_empty_and_who_serves():
 
 
 @pytest.mark.interpreted
+@served_by('default')
 def test_operators_and_compiled_callers():
     from fla.modules.kernels import rotary
 

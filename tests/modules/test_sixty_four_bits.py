@@ -12,7 +12,7 @@ from fla.modules.activations import swiglu
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
 from fla.modules.rotary import rotary_embedding
 
-from .oracle import error, tensor
+from .oracle import error, served_by, tensor
 from .test_convolution import oracle as convolved
 from .test_rotary import oracle as rotated
 
@@ -47,6 +47,7 @@ class LastProgram:
         return launch
 
 
+@served_by('default')
 @pytest.mark.parametrize('interleaved', [False, True], ids=['halves', 'interleaved'])
 @pytest.mark.parametrize('dim', [1, 2, 3])
 def test_rotary_embedding(dim, interleaved):
@@ -59,6 +60,7 @@ def test_rotary_embedding(dim, interleaved):
     assert error(expected, x) < 4e-3
 
 
+@served_by('default')
 def test_rows_of_the_rotary_embedding(monkeypatch):
     from fla.modules.kernels import rotary
 
@@ -67,6 +69,7 @@ def test_rows_of_the_rotary_embedding(monkeypatch):
     assert rotary_embedding(x, tables, tables)[0, -1].item() == 3
 
 
+@served_by('default')
 def test_numbers_of_swiglu(monkeypatch):
     from fla.modules.kernels import activations
 
@@ -77,6 +80,7 @@ def test_numbers_of_swiglu(monkeypatch):
         assert swiglu(x, x)[-1].item() == pytest.approx(0.731, rel=4e-3)
 
 
+@served_by('default')
 @pytest.mark.parametrize('dim', [0, 1, 2])
 def test_states_of_a_convolution(dim):
     shape = (2, 3, 4)
