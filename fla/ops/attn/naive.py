@@ -32,11 +32,12 @@ def visible(
     return seen
 
 
-def lengths_of(cu_seqlens: torch.Tensor | None) -> list[int]:
-    """Steps of the packed sequences that have some; none, if only a device knows."""
+def lengths_of(cu_seqlens: torch.Tensor | None, length: int) -> list[int]:
+    """Steps of the packed sequences that have some; none, if only a device knows, or they are not `length` together."""
     if cu_seqlens is None or not readable(cu_seqlens):
         return []
-    return [end - start for start, end in itertools.pairwise(cu_seqlens.tolist()) if start < end]
+    lengths = [end - start for start, end in itertools.pairwise(cu_seqlens.tolist()) if start < end]
+    return lengths if sum(lengths) == length else []
 
 
 def one_by_one(attention: Callable[..., torch.Tensor], lengths: list[int], *tensors: torch.Tensor | None) -> torch.Tensor:
@@ -72,7 +73,7 @@ def naive_parallel_attn(
     Returns:
         o `[B, T, HQ, V]` in v's dtype, contiguous.
     """
-    if lengths := lengths_of(cu_seqlens):
+    if lengths := lengths_of(cu_seqlens, q.shape[1]):
         sink = None if sink_bias is None else wide(sink_bias)  # its gradient, of all sequences, is rounded once
         attention = functools.partial(naive_parallel_attn, scale=scale, window_size=window_size, sink_bias=sink)
         return one_by_one(attention, lengths, q, k, v, g)

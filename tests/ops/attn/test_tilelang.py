@@ -72,7 +72,7 @@ REFUSED = {
     'no steps': ({'T': 0}, NOTHING),
     'no queries': ({'T': 0, 'S': 5}, NOTHING),
     'no batch': ({'B': 0}, NOTHING),
-    'no sequence': ({'cu_seqlens': torch.zeros(1, dtype=torch.int32)}, 'cu_seqlens holds no sequence'),
+    'no sequence': ({'T': 0, 'cu_seqlens': torch.zeros(1, dtype=torch.int32)}, NOTHING),
 }
 
 

@@ -249,13 +249,6 @@ def test_refused(monkeypatch, tmp_path, name, case):
     assert any(part in decision[name].reason for part in reason.split('|'))
 
 
-@pytest.mark.parametrize('name', PACKS)
-def test_no_sequences_at_all(name):
-    tensors = given(batch=1)
-    verdict, reason = BACKENDS[name]().parallel_attn_verifier(tensors['q'], tensors['v'], LENS[:1])
-    assert (verdict, reason) == (False, 'there are no sequences')
-
-
 def test_refused_by_one(monkeypatch, tmp_path):
     tensors = given(dim=64, value_dim=64)
     for name in BACKENDS:

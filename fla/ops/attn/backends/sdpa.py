@@ -63,7 +63,7 @@ class SDPABackend(BaseBackend):
         # lint: allow ignored-argument because chunk_indices says nothing that cu_seqlens does not
         chunk_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if lengths := lengths_of(cu_seqlens):
+        if lengths := lengths_of(cu_seqlens, q.shape[1]):
             return one_by_one(partial(self.parallel_attn, scale=scale, window_size=window_size), lengths, q, k, v)
         if window_size is not None and q.shape[1] == 1:
             # the last keys, and all of them

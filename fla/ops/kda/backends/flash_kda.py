@@ -135,7 +135,6 @@ class FlashKDABackend(BaseBackend):
         use_gate_in_kernel: bool,
         use_beta_sigmoid_in_kernel: bool,
         lower_bound: float | None,
-        cu_seqlens: torch.Tensor | None,
     ) -> Verdict:
         if not use_gate_in_kernel:
             return False, 'the kernel applies the gate itself: it needs use_gate_in_kernel=True and raw gates'
@@ -155,8 +154,6 @@ class FlashKDABackend(BaseBackend):
             return False, 'there are no steps, and the kernel cannot be launched on nothing'
         if q.numel() >= 2**31:
             return False, ('the kernel counts in 32 bits: q must have fewer than 2^31 elements, got %s', q.numel())
-        if cu_seqlens is not None and cu_seqlens.shape[0] < 2:
-            return False, 'cu_seqlens holds no sequence'
         return True, None
 
     def chunk_kda(

@@ -43,9 +43,7 @@ class AttentionTileLang(BaseBackend):
         # TileLang imports, and fails when it compiles: without nvcc, or beside a newer apache-tvm-ffi
         return smallest_call(device, _one_step, 1.0) if fits[0] else fits
 
-    def parallel_attn_verifier(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
-    ) -> Verdict:
+    def parallel_attn_verifier(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Verdict:
         if q.shape[3] not in DIMS or v.shape[3] != q.shape[3]:
             return False, ('K and V must both be 64 or both 128, got %s and %s', q.shape[3], v.shape[3])
         if q.numel() == 0:
@@ -54,8 +52,6 @@ class AttentionTileLang(BaseBackend):
             return False, ('the kernel was not tried on so many: q must have fewer than 2^31 elements, got %s', q.numel())
         if k.numel() >= 2**31:
             return False, ('the kernel was not tried on so many: k must have fewer than 2^31 elements, got %s', k.numel())
-        if cu_seqlens is not None and cu_seqlens.shape[0] < 2:
-            return False, 'cu_seqlens holds no sequence'
         return True, None
 
     def parallel_attn(

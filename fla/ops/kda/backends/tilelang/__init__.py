@@ -55,7 +55,6 @@ class KDATileLang(BaseBackend):
         self,
         q: torch.Tensor,
         v: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
         chunk_size: int | None,
         return_intermediate_states: bool,
     ) -> Verdict:
@@ -69,8 +68,6 @@ class KDATileLang(BaseBackend):
             return False, 'there are no steps, and the kernels cannot be launched on nothing'
         if v.numel() >= 2**31:
             return False, ('the kernels were not tried on so many: v must have fewer than 2^31 elements, got %s', v.numel())
-        if cu_seqlens is not None and cu_seqlens.shape[0] < 2:
-            return False, 'cu_seqlens holds no sequence'
         return True, None
 
     def chunk_kda(
