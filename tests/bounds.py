@@ -147,6 +147,10 @@ def elementwise(dtype: torch.dtype) -> float:
     return 1e-6 if dtype == torch.float32 else of_reference(dtype)[0]
 
 
+# Relative RMS of two float64 computations of one definition: a few dozen roundings of 2^-53, in another order.
+TWO_ORACLES = 1e-14
+
+
 def of_convolution(dtype: torch.dtype) -> float:
     """Bound of the relative RMS of a short convolution's results and gradients: sums of a few products in float32, over time
     for the weight's, rounded once. Gradients start from one of the output that is exact."""

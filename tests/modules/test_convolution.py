@@ -7,7 +7,9 @@ import torch
 
 from fla.modules import ShortConvolution
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from tests import bounds
 
+from .convolution import convolved
 from .oracle import BOUND, DTYPES, check, error, served_by, tensor
 
 
@@ -33,6 +35,16 @@ def oracle(x, weight, bias=None, residual=None, initial_state=None, activation=N
 
 
 CU = torch.tensor([0, 0, 1, 4, 11, 11])
+
+
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+def test_two_definitions(packed):
+    shape, count = ((1, 11, 3), 5) if packed else ((2, 7, 3), 2)
+    x, weight, bias, residual, state = (tensor(*one) for one in (shape, (3, 4), (3,), shape, (count, 3, 4)))
+    options = {'activation': 'silu', 'cu_seqlens': CU if packed else None}
+    for given in ((x, weight, bias, residual, state), (x, weight)):
+        for a, b in zip(oracle(*given, **options), convolved(*given, **options), strict=True):
+            assert bounds.relative_rms(a, b) <= bounds.TWO_ORACLES
 
 
 @served_by('reference')

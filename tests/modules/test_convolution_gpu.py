@@ -8,6 +8,9 @@ from fla.modules.convolution import causal_conv1d, causal_conv1d_update
 from fla.ops.backends import trace
 from tests import bounds
 
+from .convolution import UPDATES, check_update, convolved
+from .oracle import served_by
+
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -32,18 +35,21 @@ def case(batch, length, channels, width, count, dtype, device='cuda'):
 
 
 def compare(arguments, **options):
-    """With the reference, which takes what is float64."""
+    """With the definition, in float64."""
     given = {n: t.clone().requires_grad_() for n, t in arguments.items()}
     exact = {n: t.double().requires_grad_() for n, t in arguments.items()}
     results = []
-    for inputs, call in ((given, on_triton), (exact, lambda f, **o: f(**o))):
-        y, final = call(causal_conv1d, **inputs, **options)
+    for inputs, call in ((given, lambda **o: on_triton(causal_conv1d, **o)), (exact, convolved)):
+        y, final = call(**inputs, **options)
         # gradients of the results that every dtype holds exactly
         generator = torch.Generator(y.device).manual_seed(1)
-        weights = [torch.randint(-8, 9, o.shape, device=o.device, generator=generator).to(o) for o in (y, final)]
-        results.append(((y, final), torch.autograd.grad([y, final], list(inputs.values()), weights)))
+        results_of = [y] if final is None or not options.get('output_final_state') else [y, final]
+        weights = [torch.randint(-8, 9, o.shape, device=o.device, generator=generator).to(o) for o in results_of]
+        gradients = torch.autograd.grad(results_of, list(inputs.values()), weights, materialize_grads=True)
+        results.append((results_of, gradients))
     (got, got_grads), (expected, expected_grads) = results
-    for name, a, b in zip(('y', 'final', *arguments), (*expected, *expected_grads), (*got, *got_grads), strict=True):
+    names = (*('y', 'final')[: len(got)], *arguments)
+    for name, a, b in zip(names, (*expected, *expected_grads), (*got, *got_grads), strict=True):
         assert bounds.relative_rms(a.detach(), b.detach()) <= bounds.of_convolution(b.dtype), name
 
 
@@ -57,6 +63,42 @@ def test_everything(dtype, packed, width):
     compare(arguments, activation='silu', cu_seqlens=cu, output_final_state=True)
 
 
+@pytest.mark.parametrize('activation', [None, 'swish'])
+@pytest.mark.parametrize('extras', [(), ('bias',), ('residual',), ('initial_state',)], ids=str)
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+def test_one_at_a_time(packed, extras, activation):
+    cu = torch.tensor([0, 5, 5, 500], device='cuda', dtype=torch.int32) if packed else None
+    arguments = case(1, 500, 40, 4, 3, torch.float32) if packed else case(3, 500, 40, 4, 3, torch.float32)
+    arguments = {name: arguments[name] for name in ('x', 'weight', *extras)}
+    compare(arguments, activation=activation, cu_seqlens=cu, output_final_state='initial_state' in extras)
+
+
+def test_strided_and_broadcast():
+    arguments = case(2, 90, 40, 4, 2, torch.bfloat16)
+    x = arguments['x']
+    apart, columns = torch.cat([x, x], -1)[..., 20:60], torch.stack([x, x], -1)[..., 0]
+    for one in (apart, columns, x[:, :1].expand_as(x), x.mT.contiguous().mT):
+        given = {n: t.detach().requires_grad_() for n, t in {**arguments, 'x': one}.items()}
+        exact = {n: t.detach().double().requires_grad_() for n, t in given.items()}
+        y, expected = on_triton(causal_conv1d, **given, activation='silu')[0], convolved(**exact, activation='silu')[0]
+        dy = torch.ones((), device='cuda').expand_as(y)
+        found = torch.autograd.grad(y, list(given.values()), dy.to(y.dtype))
+        wanted = torch.autograd.grad(expected, list(exact.values()), dy.double())
+        for name, a, b in zip(('y', *arguments), (expected, *wanted), (y, *found), strict=True):
+            assert bounds.relative_rms(a.detach(), b.detach()) <= bounds.of_convolution(torch.bfloat16), name
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('update', UPDATES)
+def test_updates(update, dtype):
+    for count, channels in ((3, 20), (70, 4096), (1, 1)):
+        check_update(update, count, channels, dtype, 'cuda')
+
+
+def test_update_of_65536_channels():
+    check_update('everything', 2, 65536, torch.bfloat16, 'cuda')
+
+
 @pytest.mark.parametrize('channels', [1, 65536])
 def test_channels(channels):
     compare(case(2, 70, channels, 4, 2, torch.bfloat16), activation='swish', output_final_state=True)
@@ -67,17 +109,18 @@ def test_more_than_2_31_numbers():
     x[:, -40:] = torch.randn(40, 32768, device='cuda')
     weight = torch.randn(32768, 4, device='cuda').bfloat16()
     y, final = on_triton(causal_conv1d, x, weight, output_final_state=True, activation='silu')
-    expected, last = on_triton(causal_conv1d, x[:, -40:], weight, output_final_state=True, activation='silu')
-    assert torch.equal(y[:, -40:], expected)
-    assert torch.equal(final, last)
+    expected, last = convolved(x[:, -60:].double(), weight.double(), activation='silu')
+    assert bounds.relative_rms(expected[:, -40:], y[:, -40:]) <= bounds.of_convolution(torch.bfloat16)
+    assert torch.equal(final.double(), last)
     x.requires_grad_()
     y, _ = on_triton(causal_conv1d, x, weight, activation='silu')
     (dx,) = torch.autograd.grad(y, x, torch.ones((), device='cuda', dtype=torch.bfloat16).expand_as(y))
-    few = x.detach()[:, -60:].requires_grad_()
-    y, _ = on_triton(causal_conv1d, few, weight, activation='silu')
-    assert torch.equal(dx[:, -40:], torch.autograd.grad(y.sum(), few)[0][:, -40:])
+    few = x.detach()[:, -60:].double().requires_grad_()
+    (wanted,) = torch.autograd.grad(convolved(few, weight.double(), activation='silu')[0].sum(), few)
+    assert bounds.relative_rms(wanted[:, -40:], dx[:, -40:]) <= bounds.of_convolution(torch.bfloat16)
 
 
+@served_by('default')
 def test_the_same_bits():
     cu = torch.tensor([0, 700, 5000], device='cuda', dtype=torch.int32)
 
@@ -90,6 +133,7 @@ def test_the_same_bits():
         assert torch.equal(a, b)
 
 
+@served_by('default')
 def test_graph_and_stream():
     """A captured graph follows new lengths, and updates its cache."""
     given = {n: t.requires_grad_() for n, t in case(1, 600, 96, 4, 3, torch.bfloat16).items()}
@@ -125,6 +169,7 @@ def test_graph_and_stream():
     assert torch.equal(decode(), decoded)
 
 
+@served_by('default')
 def test_no_synchronisation():
     given = case(1, 600, 96, 4, 2, torch.bfloat16)
     given = {n: t.requires_grad_() for n, t in given.items()}
@@ -137,6 +182,7 @@ def test_no_synchronisation():
         torch.cuda.set_sync_debug_mode('default')
 
 
+@served_by('default')
 @pytest.mark.parametrize('mode', ['default', 'reduce-overhead'])
 def test_compiled(mode):
     given = case(2, 300, 96, 4, 2, torch.bfloat16)

@@ -10,6 +10,7 @@ from fla.ops.backends import trace
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
 
+from .convolution import UPDATES, check_update
 from .oracle import served_by, tensor
 from .test_convolution import oracle
 
@@ -200,6 +201,19 @@ def test_update(dtype, layout, width):
         assert after is cache
         assert bounds.relative_rms(expected.reshape(shape), y) <= bound(dtype)
         assert torch.equal(state.to(cache.dtype), cache)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('dtype', KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize('case', UPDATES)
+def test_updates(case, dtype):
+    check_update(case, 3, 20, dtype, 'cpu')
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(('count', 'channels'), [(1, 20), (3, 1), (1, 1)])
+def test_updates_of_one(count, channels):
+    check_update('everything', count, channels, torch.float32, 'cpu')
 
 
 @pytest.mark.interpreted

@@ -8,8 +8,10 @@ import torch
 from fla.modules import RotaryEmbedding
 from fla.modules.rotary import rotary_embedding, rotary_embedding_ref
 from fla.ops.backends import Policy, policy_context
+from tests import bounds
 
 from .oracle import BOUND, DTYPES, check, error, served_by, tensor
+from .rotary import rotated
 
 
 def oracle(x, cos, sin, interleaved=False, seqlen_offsets=0, cu_seqlens=None, **_):
@@ -50,6 +52,15 @@ def test_packed(offsets):
     arguments = {'x': tensor(1, 7, 2, 4), 'cos': tensor(8, 2), 'sin': tensor(8, 2)}
     cu = torch.tensor([0, 2, 2, 3, 7])
     check(rotary_embedding, oracle, arguments, 1e-14, seqlen_offsets=offsets, cu_seqlens=cu)
+
+
+@pytest.mark.parametrize('interleaved', [False, True], ids=['halves', 'interleaved'])
+def test_two_definitions(interleaved):
+    x, cos, sin = tensor(2, 7, 2, 6), tensor(12, 2), tensor(12, 2)
+    packed = {'cu_seqlens': torch.tensor([0, 2, 2, 3, 7]), 'seqlen_offsets': torch.tensor([1, 0, 4, 2])}
+    for one, options in ((x, {}), (x, {'seqlen_offsets': torch.tensor([3, 1])}), (x[:1], packed)):
+        options['interleaved'] = interleaved
+        assert bounds.relative_rms(oracle(one, cos, sin, **options), rotated(one, cos, sin, **options)) <= bounds.TWO_ORACLES
 
 
 def test_in_place_and_strides():

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from fla.modules import RotaryEmbedding
-from fla.modules.backends.reference.rotary import ReferenceRotary
 from fla.modules.rotary import rotary_embedding
 from tests import bounds
 
 from .gpu import captured_equals_eager, compare, compiled_equals_eager, gpu_tensor, other_device
-from .oracle import error
+from .oracle import error, served_by
+from .rotary import rotated
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -20,10 +20,6 @@ def tables(rows, half, device='cuda'):
     return angles.cos(), angles.sin()
 
 
-# checked against a definition by itself on a CPU, in test_rotary.py
-reference = ReferenceRotary().rotary_embedding
-
-
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('interleaved', [False, True], ids=['halves', 'interleaved'])
 @pytest.mark.parametrize(('shape', 'half'), [((2, 77, 3, 128), 64), ((4, 512, 32, 100), 25), ((1, 1, 1, 2), 1)], ids=str)
@@ -32,7 +28,7 @@ def test_numerics(shape, half, interleaved, dtype):
     bound = bounds.elementwise(dtype)
     offsets = torch.arange(shape[0], device='cuda') * 7
     for given in (0, 9, offsets):
-        compare(rotary_embedding, reference, (x, cos, sin), bound, interleaved=interleaved, seqlen_offsets=given)
+        compare(rotary_embedding, rotated, (x, cos, sin), bound, interleaved=interleaved, seqlen_offsets=given)
         with torch.no_grad():
             options = {'interleaved': interleaved, 'seqlen_offsets': given}
             packed = torch.stack([x, x, x], 2)
@@ -47,18 +43,25 @@ def test_packed(kind):
     cu = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to('cuda', kind)
     x = gpu_tensor(1, int(lengths.sum()), 2, 64, dtype=torch.bfloat16, grad=True)
     offsets = (torch.arange(777, device='cuda') % 50).to(kind)
-    for given in (5, offsets):
-        options = {'seqlen_offsets': given, 'cu_seqlens': cu}
-        compare(rotary_embedding, reference, (x, *tables(400, 32)), bounds.elementwise(torch.bfloat16), **options)
+    for given, interleaved in ((5, False), (offsets, False), (offsets, True)):
+        options = {'seqlen_offsets': given, 'cu_seqlens': cu, 'interleaved': interleaved}
+        compare(rotary_embedding, rotated, (x, *tables(400, 32)), bounds.elementwise(torch.bfloat16), **options)
 
 
+def test_strided_and_broadcast():
+    packed, (cos, sin) = gpu_tensor(2, 64, 3, 8, 128, dtype=torch.bfloat16), tables(64, 64)
+    for x in (packed[:, :, 1], packed[:, :, 2].transpose(1, 2), packed[:1, :, 0].expand(2, 64, 8, 128)):
+        compare(rotary_embedding, rotated, (x.detach().requires_grad_(), cos, sin), bounds.elementwise(torch.bfloat16))
+
+
+@served_by('default')
 def test_more_than_32_bits():
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip('needs 20 GiB')
     length = 2**31 // 4096 + 5
     x = torch.ones(1, length, 32, 128, dtype=torch.bfloat16, device='cuda')
     cos, sin = tables(length, 64)
-    expected = reference(x[:, -1:].double(), cos[-1:].double(), sin[-1:].double())
+    expected = rotated(x[:, -1:].double(), cos[-1:].double(), sin[-1:].double())
     assert error(expected, rotary_embedding(x, cos, sin)[:, -1:]) <= bounds.elementwise(torch.bfloat16)
 
 
@@ -74,6 +77,7 @@ def test_capture_and_compile():
     captured_equals_eager(both, (x.detach(),))
 
 
+@served_by('default')
 def test_layer_does_not_wait():
     layer, q = RotaryEmbedding(128), gpu_tensor(1, 64, 4, 128, dtype=torch.bfloat16)
     cu = torch.tensor([0, 30, 64], dtype=torch.int32, device='cuda')
@@ -88,4 +92,4 @@ def test_layer_does_not_wait():
 def test_device_that_is_not_current():
     device = other_device()
     x = gpu_tensor(2, 5, 3, 16, dtype=torch.float32, grad=True, device=device)
-    compare(rotary_embedding, reference, (x, *tables(5, 8, device)), bounds.elementwise(torch.float32))
+    compare(rotary_embedding, rotated, (x, *tables(5, 8, device)), bounds.elementwise(torch.float32))
