@@ -17,7 +17,6 @@ import triton.language as tl
 
 from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
-from fla.ops.common.kernels.parts import dot_of_parts, dot_with_parts, parts_of
 from fla.ops.kda.kernels.forward import from_middle, level_decay
 
 
@@ -65,7 +64,6 @@ def pairs_backward(
     G,
     lower,
     inverse,
-    inverse_low,
     v_new,
     h,
     do,
@@ -109,7 +107,7 @@ def pairs_backward(
     """Grid (rows * HV,). Everything written is `[B, T, HV, ·]` and contiguous.
 
     Args:
-        lower, inverse, inverse_low (SIZE), v_new (V), h: of the forward. do, du: gradients of o and v_new, contiguous (V).
+        lower, inverse (SIZE), v_new (V), h: of the forward. do, du: gradients of o and v_new, contiguous (V).
         d_attend: written, scale * (dM + dM^T), its diagonal once (SIZE). May be the memory of `attend`.
         d_lower: written, dA + dA^T for A = `lower` (SIZE). May be `inverse`.
         d_grown: written, the gradient of e^G k, k normalised (K).
@@ -143,10 +141,8 @@ def pairs_backward(
         tl.store(rq + token + own1, inverse_norm(q_ptr, q_t, time, inside, K, BK), mask=inside)
     bt = tl.load(beta + batch64 * b_b + first64 * b_t + hv64 * b_h + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
     bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
-    narrow = do.dtype.element_ty
-    X = tl.load(inverse + square, mask=inside[:, None], other=0.0).to(tl.float32)
-    X += tl.load(inverse_low + square, mask=inside[:, None], other=0.0).to(tl.float32)
-    high, low = parts_of(tl.trans(X * bt[None, :]), narrow)
+    X = tl.load(inverse + square, mask=inside[:, None], other=0.0)
+    Tt = tl.trans((X.to(tl.float32) * bt[None, :]).to(X.dtype))
     dT = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
@@ -157,12 +153,12 @@ def pairs_backward(
             dU = tl.load(du + token * V + own * V + vc[None, :], mask=inside[:, None] & (vc[None, :] < V), other=0.0)
             S = tl.load(h_ptr + cols[:, None] * V + vc[None, :], mask=(cols[:, None] < K) & (vc[None, :] < V), other=0.0)
             minus_dW += tl.dot(dU, tl.trans(S), input_precision=PRECISION)
-        dW = (-minus_dW).to(narrow)
+        dW = (-minus_dW).to(X.dtype)
         Gc = tl.load(G + token * K + own * K + cols[None, :], mask=mask, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        grown = (keys * exp32(Gc) * k_norm[:, None]).to(narrow)
+        grown = (keys * exp32(Gc) * k_norm[:, None]).to(X.dtype)
         dT += tl.dot(dW, tl.trans(grown), input_precision=PRECISION)
-        d_keys = dot_of_parts(high, low, dW, PRECISION)
+        d_keys = tl.dot(Tt, dW, input_precision=PRECISION)
         tl.store(d_grown + token * K + own * K + cols[None, :], d_keys.to(d_grown.dtype.element_ty), mask=mask)
     dM = tl.zeros([SIZE, SIZE], tl.float32)
     for j in range(0, V, BV):
@@ -172,7 +168,7 @@ def pairs_backward(
         dU = tl.load(du + at, mask=mask, other=0.0)
         values = tl.load(v_ptr + time * v_t + vc[None, :], mask=mask, other=0.0)
         dT += tl.dot(dU, tl.trans(values), input_precision=PRECISION)
-        d_values = dot_of_parts(high, low, dU, PRECISION)
+        d_values = tl.dot(Tt, dU, input_precision=PRECISION)
         tl.store(dv + at, d_values.to(dv.dtype.element_ty), mask=mask)
         dO = tl.load(do + at, mask=mask, other=0.0)
         U = tl.load(v_new + at, mask=mask, other=0.0)
@@ -486,20 +482,17 @@ def channels_backward(
         away = from_middle(Gc, G + token * K, cols, cols < K, mask, count, HV, K)
         later, sooner = tl.exp(away), tl.exp(-away)
         before = (steps[:, None] > steps[None, :]) & inside[:, None]
+        x_q, x_k = (unit_Q * later).to(Q.dtype), (unit_keys * later).to(Q.dtype)
+        y = (unit_keys * sooner).to(Q.dtype)
         dM = tl.load(d_attend + square, mask=before, other=0.0)
         dA = tl.load(d_lower + square, mask=before, other=0.0)
-        y, y_low = parts_of(unit_keys * sooner, Q.dtype)
-        d_query = dot_with_parts(dM, y, y_low, PRECISION) * later
-        d_key = dot_with_parts(dA, y, y_low, PRECISION) * later
-        dG = unit_Q * d_query + unit_keys * d_key
-        x, x_low = parts_of(unit_Q * later, Q.dtype)
-        dy = dot_with_parts(tl.trans(dM), x, x_low, PRECISION)
-        x, x_low = parts_of(unit_keys * later, Q.dtype)
-        dy += dot_with_parts(tl.trans(dA), x, x_low, PRECISION)
-        dy *= sooner
-        dG -= unit_keys * dy
-        d_query += diagonal * unit_keys
-        d_key += diagonal * unit_Q + dy
+        dx_q = tl.dot(dM, y, input_precision=PRECISION)
+        dx_k = tl.dot(dA, y, input_precision=PRECISION)
+        dy = tl.dot(tl.trans(dM), x_q, input_precision=PRECISION)
+        dy += tl.dot(tl.trans(dA), x_k, input_precision=PRECISION)
+        d_query = diagonal * unit_keys + dx_q * later
+        d_key = diagonal * unit_Q + dx_k * later + dy * sooner
+        dG = x_q.to(tl.float32) * dx_q + x_k.to(tl.float32) * dx_k - y.to(tl.float32) * dy
         to_query, to_key, to_G = through_states(
             do + token * V,
             v_new + token * V,

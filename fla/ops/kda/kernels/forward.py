@@ -19,7 +19,6 @@ import triton.language as tl
 
 from fla.ops.common.kernels.gates import beta_of, exp32, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
-from fla.ops.common.kernels.parts import dot_of_parts, parts_of
 from fla.ops.common.kernels.solve import below, spread, unit_lower_inverse
 
 
@@ -164,7 +163,6 @@ def store_updates(
     steps,
     inside,
     inverse,
-    inverse_low,
     w,
     u,
     token,
@@ -181,25 +179,23 @@ def store_updates(
     own = token + steps[:, None].to(tl.int64) * HV
     X = unit_lower_inverse(A * bt[:, None], PRECISION)
     if FULL:
-        high, low = parts_of(X, inverse.dtype.element_ty)
-        tl.store(inverse + own * SIZE + steps[None, :], high, mask=inside[:, None])
-        tl.store(inverse_low + own * SIZE + steps[None, :], low, mask=inside[:, None])
+        tl.store(inverse + own * SIZE + steps[None, :], X.to(inverse.dtype.element_ty), mask=inside[:, None])
     X *= bt[None, :]
-    high, low = parts_of(X, u.dtype.element_ty)
+    for_u = X.to(u.dtype.element_ty)
     for i in range(0, V, BV):
         cols = i + tl.arange(0, BV)
         mask = inside[:, None] & (cols[None, :] < V)
         values = tl.load(v_ptr + steps[:, None].to(tl.int64) * v_t + cols[None, :], mask=mask, other=0.0)
-        U = dot_of_parts(high, low, values, PRECISION)
+        U = tl.dot(for_u, values, input_precision=PRECISION)
         tl.store(u + own * V + cols[None, :], U.to(u.dtype.element_ty), mask=mask)
     # the keys have been written by other threads
     tl.debug_barrier()
-    high, low = parts_of(X * k_norm[None, :], w.dtype.element_ty)
+    for_w = (X * k_norm[None, :]).to(w.dtype.element_ty)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
         grown = tl.load(w + own * K + cols[None, :], mask=mask, other=0.0)
-        W = dot_of_parts(high, low, grown, PRECISION)
+        W = tl.dot(for_w, grown, input_precision=PRECISION)
         # all of the tile has been read
         tl.debug_barrier()
         tl.store(w + own * K + cols[None, :], W.to(w.dtype.element_ty), mask=mask)
@@ -219,7 +215,6 @@ def prepare(
     attend,
     lower,
     inverse,
-    inverse_low,
     w,
     u,
     kg,
@@ -264,8 +259,8 @@ def prepare(
 ):
     """Grid (rows * HV,). Written, `[B, T, HV, ·]` and contiguous: w (K), u (V), kg (K), qg (K) and `attend`, the scores
     scale * tril(q k) (SIZE). With FULL also the running log decay G (wide, K), the scores `lower` = tril(k k, -1) in float32
-    (SIZE), and the two parts of the inverse (I + beta lower)^-1 (SIZE); without it the last row of G in each chunk. And
-    `far` `[rows, HV]`: 1 where all but that is left to `prepare_by_halves`."""
+    (SIZE), and the inverse (I + beta lower)^-1 (SIZE); without it the last row of G in each chunk. And `far` `[rows, HV]`: 1
+    where all but that is left to `prepare_by_halves`."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -315,10 +310,7 @@ def prepare(
     A = store_scores(for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend, lower, token, HV, SIZE, FULL)
     bt = tl.load(b_ptr + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
     bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
-    store_updates(
-        *(A, bt, k_norm, v_ptr, v_t, steps, inside, inverse, inverse_low, w, u, token),
-        *(HV, K, V, SIZE, BK, BV, FULL, PRECISION),
-    )
+    store_updates(A, bt, k_norm, v_ptr, v_t, steps, inside, inverse, w, u, token, HV, K, V, SIZE, BK, BV, FULL, PRECISION)
 
 
 @triton.jit(do_not_specialize=['T'])
@@ -335,7 +327,6 @@ def prepare_by_halves(
     attend,
     lower,
     inverse,
-    inverse_low,
     w,
     u,
     kg,
@@ -445,10 +436,7 @@ def prepare_by_halves(
     A = store_scores(for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend, lower, token, HV, SIZE, FULL)
     bt = tl.load(b_ptr + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
     bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
-    store_updates(
-        *(A, bt, k_norm, v_ptr, v_t, steps, inside, inverse, inverse_low, w, u, token),
-        *(HV, K, V, SIZE, BK, BV, FULL, PRECISION),
-    )
+    store_updates(A, bt, k_norm, v_ptr, v_t, steps, inside, inverse, w, u, token, HV, K, V, SIZE, BK, BV, FULL, PRECISION)
 
 
 @triton.jit

@@ -71,7 +71,6 @@ class Saved(NamedTuple):
     attend: torch.Tensor | None = None
     lower: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
-    inverse_low: torch.Tensor | None = None
     w: torch.Tensor | None = None
     kg: torch.Tensor | None = None
     qg: torch.Tensor | None = None
@@ -100,7 +99,6 @@ class _Chunks(NamedTuple):
     attend: torch.Tensor
     lower: torch.Tensor
     inverse: torch.Tensor
-    inverse_low: torch.Tensor
     w: torch.Tensor
     kg: torch.Tensor
     qg: torch.Tensor
@@ -339,7 +337,6 @@ def within_chunks(
         chunks.G,
         chunks.lower,
         chunks.inverse,
-        chunks.inverse_low,
         chunks.v_new,
         chunks.h,
         do,
@@ -448,7 +445,6 @@ class _Prepared(NamedTuple):
     attend: torch.Tensor
     lower: torch.Tensor | None
     inverse: torch.Tensor | None
-    inverse_low: torch.Tensor | None
     w: torch.Tensor
     kg: torch.Tensor
     qg: torch.Tensor
@@ -476,17 +472,16 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
         return torch.empty(B, T, HV, width, dtype=dtype, device=k.device)
 
     G = empty(K, precisions.of_sums(k.dtype))
-    lower = inverse = inverse_low = None
+    lower = inverse = None
     if full:
-        lower, inverse, inverse_low = empty(SIZE, torch.float32), empty(SIZE), empty(SIZE)
+        lower, inverse = empty(SIZE, torch.float32), empty(SIZE)
     attend, w, u, kg, qg = (empty(width) for width in (SIZE, K, V, K, K))
     # float16 has not the range for products through the middle of a chunk: all chunks are far
     half = k.dtype == torch.float16
     far = (torch.ones if half else torch.empty)(layout.rows, HV, dtype=torch.int32, device=k.device)
     for kernel in (prepare_by_halves,) if half else (prepare, prepare_by_halves):
         launch(kernel, (layout.rows * HV,))(
-            *(q, k, v, g, beta, A_log, dt_bias),
-            *(G, far, attend, lower, inverse, inverse_low, w, u, kg, qg, cu_seqlens, table),
+            *(q, k, v, g, beta, A_log, dt_bias, G, far, attend, lower, inverse, w, u, kg, qg, cu_seqlens, table),
             *(settings.scale, settings.lower_bound or 0.0, T),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride()),
             H=H,
@@ -508,7 +503,7 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
             PRECISION=precision,
             num_warps=4,
         )
-    return _Prepared(G, far, attend, lower, inverse, inverse_low, w, kg, qg, u)
+    return _Prepared(G, far, attend, lower, inverse, w, kg, qg, u)
 
 
 def _recurrence(
