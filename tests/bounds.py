@@ -151,6 +151,12 @@ def elementwise(dtype: torch.dtype) -> float:
 TWO_ORACLES = 1e-14
 
 
+def of_sums(dtype: torch.dtype) -> float:
+    """Bound of the relative RMS of a linear map of what a kernel has rounded once, and of its gradients: the rounding of the
+    operands and of the result."""
+    return 2 * elementwise(dtype)
+
+
 def of_convolution(dtype: torch.dtype) -> float:
     """Bound of the relative RMS of a short convolution's results and gradients: sums of a few products in float32, over time
     for the weight's, rounded once. Gradients start from one of the output that is exact."""

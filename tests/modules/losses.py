@@ -2,6 +2,11 @@
 
 import torch
 
+from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+from tests import bounds
+
+from .oracle import error, served_by
+
 OPTIONS = {
     'plain': {},
     'smoothed': {'label_smoothing': 0.1},
@@ -54,3 +59,45 @@ def targets(count, classes, ignored=(), ignore_index=-100, seed=0):
 
 def gradients(loss, weights, inputs):
     return torch.autograd.grad((loss.double() * weights.to(loss.device)).sum(), inputs)
+
+
+# options of the linear loss; `ignored` is a class that some rows then have as `ignore_index`
+LINEAR = {
+    'plain': {},
+    'smoothed': {'label_smoothing': 0.1},
+    'scaled, one chunk': {'logit_scale': 0.7, 'num_chunks': 1},
+    'capped, more chunks than rows': {'logit_softcapping': 3.0, 'num_chunks': 1000},
+    'summed': {'reduction': 'sum', 'num_chunks': 3},
+    'of each': {'reduction': 'none', 'ignore_index': 0},
+    'everything': {
+        'label_smoothing': 0.2,
+        'logit_scale': 1.3,
+        'logit_softcapping': 6.0,
+        'ignore_index': 1,
+        'num_chunks': 2,
+        'reduction': 'sum',
+    },
+}
+
+
+def check_linear(options, rows, D, V, dtype, device, bias=True):
+    """Loss and gradients of `default` against the definition; logits have an RMS of about 2."""
+    generator = torch.Generator().manual_seed(1)
+
+    def new(*shape, by=1.0):
+        return (torch.randn(shape, generator=generator) * by).to(device, dtype)
+
+    tensors = [new(rows, D), new(V, D, by=1.7 * D**-0.5), *([new(V)] if bias else [])]
+    target = torch.randint(V, (rows,), generator=generator).to(device)
+    target[: rows // 8] = options.get('ignore_index', -100)
+    given, exact = [t.clone().requires_grad_() for t in tensors], [t.double().requires_grad_() for t in tensors]
+    with served_by('default'):
+        loss = fused_linear_cross_entropy_loss(given[0], target, *given[1:], **options)
+    expected = linear_oracle(exact[0], target, *exact[1:], **options)
+    bound = bounds.of_linear_loss(dtype, 2.3)
+    assert error(expected, loss) <= bound
+    # so large that gradients of a half precision logit do not vanish
+    weights = torch.linspace(1, 2, loss.numel()).double().reshape(loss.shape) * (512 if loss.dim() == 0 else 8)
+    for wanted, got in zip(gradients(expected, weights, exact), gradients(loss, weights, given), strict=True):
+        assert got.dtype == dtype
+        assert error(wanted, got) <= bound

@@ -17,7 +17,7 @@ from fla.ops.backends import trace
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
 
-from .losses import OPTIONS, gradients, linear_oracle, oracle, targets
+from .losses import LINEAR, OPTIONS, check_linear, gradients, linear_oracle, oracle, targets
 from .oracle import error, served_by, tensor
 from .test_losses import check_ignored_rows, check_targets_that_are_none
 
@@ -211,6 +211,34 @@ def test_linear(dtype, options, reduction):
     for wanted, got in zip(gradients(expected, weights, exact), gradients(loss, weights, given), strict=True):
         assert got.dtype == dtype
         assert error(wanted, got) <= bound
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('options', LINEAR.values(), ids=LINEAR)
+def test_linear_of_many_classes(options):
+    check_linear(options, 40, 200, 9001, torch.float32, 'cpu')
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(('rows', 'D', 'V'), [(1, 12, 37), (9, 1, 37), (9, 300, 2), (1, 1, 3)])
+def test_linear_of_one(rows, D, V):
+    check_linear({}, rows, D, V, torch.float32, 'cpu', bias=False)
+    check_linear({'reduction': 'none'}, rows, D, V, torch.float32, 'cpu')
+
+
+@pytest.mark.interpreted
+def test_linear_strided_and_broadcast():
+    """Views of x and weight, and a row that all share."""
+    x, weight, target = tensor(12, 54, dtype=torch.float32), tensor(6, 37, dtype=torch.float32).t(), targets(9, 37, [3])
+    bias = tensor(74, dtype=torch.float32)[::2]
+    for view in (x[:6, :9].t(), x[:9, 1:7], x[:9, :12:2], x[:1, :6].expand(9, 6), x[:9, :1].expand(9, 6)):
+        given = [one.detach().requires_grad_() for one in (view, weight, bias)]
+        exact = [one.detach().double().requires_grad_() for one in given]
+        loss = on_triton(fused_linear_cross_entropy_loss, given[0], target, *given[1:])
+        expected = linear_oracle(exact[0], target, *exact[1:])
+        assert error(expected, loss) <= bounds.EXACT[torch.float32]
+        for wanted, got in zip(torch.autograd.grad(expected, exact), torch.autograd.grad(loss, given), strict=True):
+            assert error(wanted, got) <= bounds.EXACT[torch.float32]
 
 
 @pytest.mark.interpreted
