@@ -55,6 +55,11 @@ def test_linear_under_autocast():
         (lambda x: swiglu_linear(x, x, torch.ones(2, 3), None), ValueError, r'weight must be \[out, D\] = \[2, 4\]'),
         (lambda x: swiglu_linear(x, x, torch.ones(2, 4), torch.ones(3)), ValueError, r'bias must be \[out\] = \[2\]'),
         (lambda x: swiglu_linear(x, x, torch.ones(2, 4).double(), None), TypeError, 'weight must have the dtype of x'),
+        (
+            lambda x: swiglu_linear(x, x, torch.ones(2, 4), torch.ones(2).double()),
+            TypeError,
+            'bias must have the dtype of x, torch.float32, outside autocast, got torch.float64',
+        ),
     ],
 )
 def test_bad_calls(call, kind, message):

@@ -262,6 +262,7 @@ HUGE = torch.empty(1, 1).expand(2**15, 2**16)
     ('x', 'why'),
     [
         (torch.ones(2, 8, dtype=BF16), 'x must be float32, got torch.bfloat16'),
+        (torch.ones(2, 8, dtype=torch.float64), "dtype of 'x' must be"),
         (torch.ones(1, 65537), 'at most 65536 elements, got 65537'),
         (torch.ones(0, 8), NOTHING),
         (HUGE, 'fewer than 2^31 elements, got 2147483648'),
@@ -295,6 +296,8 @@ STRIDED = tensor(2, 3, 5, 64, dtype=BF16).transpose(1, 2)
     [
         (BOTH, {'shape': (0, 5, 3, 64)}, NOTHING),
         (BOTH, {'table': BF16}, 'cos and sin must be float32'),
+        (BOTH, {'sin': tensor(9, 32, dtype=BF16)}, 'cos and sin must be float32'),
+        (('liger',), {'dtype': torch.float64}, "dtype of 'x' must be"),
         (BOTH, {'x': torch.empty(1, 1, 1, 1, dtype=BF16).expand(2**12, 8, 2**10, 64)}, 'fewer than 2^31 elements'),
         (BOTH, {'x': STRIDED, 'inplace': True}, 'x must be contiguous with inplace=True'),
         (('liger',), {'interleaved': True}, 'argument interleaved is not supported'),
@@ -319,11 +322,12 @@ def test_rotary_refused(package, backends, changes, why):
 
 def test_tables_with_gradients_are_not_for_liger(package):
     package('liger')
-    arguments = fakes(rotary())
-    arguments['cos'].requires_grad_()
-    decision = explain(rotary_embedding, **arguments)
-    assert decision.winner == 'reference'
-    assert 'no gradient of cos and sin' in decision['liger'].reason
+    for name in ('cos', 'sin'):
+        arguments = fakes(rotary())
+        arguments[name].requires_grad_()
+        decision = explain(rotary_embedding, **arguments)
+        assert decision.winner == 'reference'
+        assert 'no gradient of cos and sin' in decision['liger'].reason
 
 
 def test_what_is_nobodys():

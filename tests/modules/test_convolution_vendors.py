@@ -106,6 +106,18 @@ STATE = torch.zeros(1, 8, 4, dtype=BF16)
         (causal_conv1d, {'initial_state': STATE}, 'argument initial_state is not supported'),
         (causal_conv1d, {'output_final_state': True}, 'argument output_final_state is not supported'),
         (causal_conv1d, {'residual': torch.zeros(1, 6, 8, dtype=BF16)}, 'argument residual is not supported'),
+        (causal_conv1d, {'weight': torch.zeros(8, 4, dtype=torch.float64)}, "dtype of 'weight' must be"),
+        (causal_conv1d, {'bias': torch.zeros(8, dtype=torch.float64)}, "dtype of 'bias' must be"),
+        (causal_conv1d_update, {'bias': torch.zeros(8)}, 'bias must have the dtype of weight'),
+        (
+            causal_conv1d_update,
+            {
+                'x': torch.empty(1, 1, dtype=BF16).expand(2**15, 2**16),
+                'cache': torch.empty(2**15, 2**16, 4, dtype=BF16, device='meta'),
+                'weight': HUGE['weight'],
+            },
+            'fewer than 2^31 elements, got 2147483648',
+        ),
         (causal_conv1d_update, {'width': 5}, 'filters have 2 to 4 steps, got W = 5'),
         (causal_conv1d_update, {'channels': 12}, 'D must be a multiple of 8, got 12'),
         (causal_conv1d_update, {'count': 0}, 'there are no steps'),

@@ -125,6 +125,7 @@ def test_served(package, options):
         (fused_linear_cross_entropy_loss, {'reduction': 'none'}, "reduction must be 'mean' or 'sum'"),
         (fused_linear_cross_entropy_loss, {'dtype': FP16}, 'x must be bfloat16 or float32'),
         (fused_linear_cross_entropy_loss, {'rows': 0}, 'there are no rows'),
+        (fused_linear_cross_entropy_loss, {'dtype': torch.float64}, "dtype of 'x' must be"),
         (fused_linear_cross_entropy_loss, {'logit_scale': 2.0}, 'argument logit_scale is not supported'),
     ],
 )
@@ -140,6 +141,8 @@ def test_refused_under_autocast(package, monkeypatch):
         monkeypatch.setattr(one, 'under_autocast', lambda tensor: True)
     assert 'under autocast' in reason(fused_linear_cross_entropy_loss, linear())
     mixed = linear(x=torch.randn(3, 8))
+    assert 'weight and bias must have the dtype of x' in reason(fused_linear_cross_entropy_loss, mixed)
+    mixed = linear(bias=torch.randn(16))
     assert 'weight and bias must have the dtype of x' in reason(fused_linear_cross_entropy_loss, mixed)
 
 

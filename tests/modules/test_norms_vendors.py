@@ -259,6 +259,7 @@ def test_gradients_of_the_operators_of_liger(function):
 
 ALL, NOTHING = tuple(BACKENDS), 'there are no rows, and the kernels cannot be launched on nothing'
 HUGE = {'x': torch.empty(1, 1, dtype=BF16).expand(2**15, 2**16), 'weight': torch.empty(2**16, dtype=BF16)}
+HUGE_LAYER = {**HUGE, 'bias': HUGE['weight']}
 NO_WEIGHT = {
     'liger': 'rms_norm needs a weight',
     'flashinfer': 'rmsnorm needs a weight in the dtype of x',
@@ -303,6 +304,20 @@ def test_refused_by_rms_norm(package, backends, changes, why):
         ('flashinfer', {'parameters': FP32, 'bias': None}, 'layernorm needs a weight and a bias in float32'),
         ('flashinfer', {'parameters': FP32, 'D': 12}, 'D must be a multiple of 8, got 12'),
         ('flashinfer', {'parameters': FP32, 'is_rms_norm': True}, 'argument is_rms_norm is not supported'),
+        ('liger', {'D': 65537}, 'a row must have at most 65536 elements, got 65537'),
+        ('liger', HUGE_LAYER, 'x must have fewer than 2^31 elements, got 2147483648'),
+        ('flashinfer', {'parameters': FP32, 'weight': None}, 'layernorm needs a weight and a bias in float32'),
+        ('flashinfer', {'parameters': FP32, 'rows': 0}, NOTHING),
+        ('flashinfer', {**HUGE_LAYER, 'weight': HUGE['weight'].float(), 'bias': HUGE['weight'].float()}, 'fewer than 2^31'),
+        (
+            'flashinfer',
+            {'parameters': FP32, 'residual': torch.ones(3, 16, dtype=BF16)},
+            'argument residual is not supported',
+        ),
+        ('flag_gems', {'weight': None}, NO_WEIGHT['flag_gems']),
+        ('flag_gems', HUGE_LAYER, 'x must have fewer than 2^31 elements, got 2147483648'),
+        ('flag_gems', {'residual': torch.ones(3, 16, dtype=BF16)}, 'argument residual is not supported'),
+        ('flag_gems', {'is_rms_norm': True}, 'argument is_rms_norm is not supported'),
         ('flag_gems', {'parameters': FP32}, NO_WEIGHT['flag_gems']),
         ('flag_gems', {'bias': None}, NO_WEIGHT['flag_gems']),
         ('flag_gems', {'rows': 0}, NOTHING),

@@ -133,6 +133,19 @@ def test_none_for_a_tensor(name, dispatched):
             call(*bound.args, **bound.kwargs)
 
 
+@pytest.mark.parametrize('name', CALLS)
+def test_the_default_says_that_it_needs_a_gpu(name):
+    """Where nothing is dispatched; where something is, `reference` serves tensors of a CPU."""
+    module, function = name.split('.')
+    call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
+    first = REQUIRED[name].split()[0]
+    with pytest.raises(
+        RuntimeError, match=f'{function}: the default .* written in Triton and needs a GPU; {first} is on cpu'
+    ):
+        call.__wrapped__(*CALLS[name](torch.randn(2, 8, 6)))
+    assert explain(call, *CALLS[name](torch.randn(2, 8, 6))).winner == 'reference'
+
+
 @pytest.mark.parametrize('layer', [fla.modules.ShortConvolution(3, 4), fla.modules.RotaryEmbedding(2)], ids=str)
 def test_none_for_a_tensor_of_a_layer(layer):
     names = [p.name for p in inspect.signature(layer.forward).parameters.values() if p.default is p.empty]

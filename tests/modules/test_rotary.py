@@ -155,6 +155,12 @@ def test_scores_depend_on_distance_alone_far_away():
             "'cu_seqlens' is on cpu and 'x' on meta",
         ),
         (lambda x, c: rotary_embedding(x.int(), c, c), TypeError, 'x must be float16'),
+        (
+            lambda x, c: rotary_embedding(x, c, c, seqlen_offsets=torch.zeros(2, dtype=torch.int64, device='meta')),
+            ValueError,
+            "'seqlen_offsets' is on meta",
+        ),
+        (lambda x, c: RotaryEmbedding(-2), ValueError, 'dim must be even and not negative, got -2'),
         (lambda x, c: rotary_embedding(x, c[0], c[0]), ValueError, r'cos must be \[S, R / 2\]'),
         (lambda x, c: rotary_embedding(x, c, c[:2]), ValueError, 'sin must be shaped like cos'),
         (

@@ -1,0 +1,113 @@
+"""Who does not serve a call, and why: a call for each thing that the Triton defaults do not take. And bad calls, whose error
+is one, whoever would serve them."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+
+pytest.importorskip('triton')
+from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
+from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.fused_cross_entropy import cross_entropy_loss
+from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+from fla.modules.fused_norm_gate import rms_norm_gated
+from fla.modules.l2norm import l2norm
+from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.rotary import rotary_embedding
+from fla.ops.backends import explain, use_backend
+
+from .test_paths import CALLS, REQUIRED
+
+ROW, WIDE, VECTOR, WIDE_VECTOR = torch.ones(2, 8), torch.ones(2, 8).double(), torch.ones(8), torch.ones(8).double()
+X, TABLE, TARGET = torch.ones(1, 3, 2, 4), torch.ones(5, 2), torch.tensor([0, 1])
+STEPS, FILTER, STATE = torch.ones(2, 5, 3), torch.ones(3, 4), torch.ones(2, 3, 4)
+WIDER_FILTER = 'the Triton kernels take filters of at most 8 steps, got W = 9'
+
+
+def learnt(x):
+    return x.clone().requires_grad_()
+
+
+def dtype_of(name):
+    return f'dtype of {name!r} must be torch.float16, torch.bfloat16, torch.float32, got torch.float64'
+
+
+# function, arguments, what the default says
+REJECTIONS = [
+    *((one, {'x': WIDE, 'weight': None}, dtype_of('x')) for one in (rms_norm, layer_norm, group_norm)),
+    *((one, {'x': ROW, 'weight': WIDE_VECTOR}, dtype_of('weight')) for one in (rms_norm, layer_norm, group_norm)),
+    (layer_norm, {'x': ROW, 'weight': None, 'bias': WIDE_VECTOR}, dtype_of('bias')),
+    (group_norm, {'x': ROW, 'weight': None, 'residual': WIDE}, dtype_of('residual')),
+    (rms_norm_gated, {'x': WIDE, 'g': ROW, 'weight': None}, dtype_of('x')),
+    (rms_norm_gated, {'x': ROW, 'g': WIDE, 'weight': None}, dtype_of('g')),
+    (l2norm, {'x': WIDE}, dtype_of('x')),
+    (swiglu, {'x': WIDE, 'y': WIDE}, dtype_of('x')),
+    (silu_and_mul, {'x': WIDE}, dtype_of('x')),
+    (swiglu_linear, {'x': WIDE, 'y': WIDE, 'weight': WIDE, 'bias': None}, dtype_of('x')),
+    (rotary_embedding, {'x': X.double(), 'cos': TABLE, 'sin': TABLE}, dtype_of('x')),
+    (rotary_embedding, {'x': X, 'cos': learnt(TABLE), 'sin': TABLE}, 'the Triton kernel has no gradient of cos and sin'),
+    (rotary_embedding, {'x': X, 'cos': TABLE, 'sin': learnt(TABLE)}, 'the Triton kernel has no gradient of cos and sin'),
+    (cross_entropy_loss, {'logits': WIDE, 'target': TARGET}, dtype_of('logits')),
+    (fused_linear_cross_entropy_loss, {'x': WIDE, 'target': TARGET, 'weight': WIDE}, dtype_of('x')),
+    *(
+        (causal_conv1d, {'x': STEPS, 'weight': FILTER, name: one.double()}, dtype_of(name))
+        for name, one in {
+            'x': STEPS,
+            'weight': FILTER,
+            'bias': FILTER[:, 0],
+            'residual': STEPS,
+            'initial_state': STATE,
+        }.items()
+    ),
+    (causal_conv1d, {'x': STEPS, 'weight': torch.ones(3, 9)}, WIDER_FILTER),
+    *(
+        (causal_conv1d_update, {'x': STEPS[:, 0], 'cache': STATE, 'weight': FILTER, name: one.double()}, dtype_of(name))
+        for name, one in {
+            'x': STEPS[:, 0],
+            'cache': STATE,
+            'weight': FILTER,
+            'bias': FILTER[:, 0],
+            'residual': STEPS[:, 0],
+        }.items()
+    ),
+    (causal_conv1d_update, {'x': STEPS[:, 0], 'cache': torch.ones(2, 3, 9), 'weight': torch.ones(3, 9)}, WIDER_FILTER),
+    *(
+        (causal_conv1d_update, {'x': STEPS[:, 0], 'cache': STATE, 'weight': FILTER, name: learnt(one)}, 'inference only')
+        for name, one in {'x': STEPS[:, 0], 'weight': FILTER, 'bias': FILTER[:, 0]}.items()
+    ),
+]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(('function', 'arguments', 'why'), REJECTIONS)
+def test_rejected_by_the_default(function, arguments, why):
+    decision = explain(function, **arguments)
+    assert decision.winner == 'reference'
+    assert why in decision['default'].reason
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('name', CALLS)
+def test_one_error_from_every_backend(name):
+    """Of another dtype, of another shape, of no tensor: named before anybody is asked."""
+    module, function = name.split('.')
+    call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
+    for required in REQUIRED[name].split():
+        for worse in (lambda x: x.to(torch.complex64), lambda x: x[None, None, None, None], lambda x: [1.0]):
+            errors = set()
+            for backend in ('default', 'reference'):
+                bound = inspect.signature(call).bind(*CALLS[name](torch.randn(2, 8, 6)))
+                bound.arguments[required] = worse(bound.arguments[required])
+                with use_backend(backend, op='modules'), torch.no_grad():
+                    try:
+                        call(*bound.args, **bound.kwargs)
+                    except (TypeError, ValueError) as error:
+                        errors.add(f'{type(error).__name__}: {error}')
+                    else:
+                        errors.add(f'{backend} took it')
+            if errors == {'default took it', 'reference took it'}:
+                continue  # any leading dimensions, as norms and activations have them
+            assert len(errors) == 1, errors
+            assert required in errors.pop()
