@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip('triton')
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.kernels import convolution as convolution_kernels
 from fla.modules.kernels.convolution import launch_backward, launch_forward, launch_update
 from fla.ops.backends import trace
 from tests import bounds
@@ -74,6 +75,16 @@ def test_everything(packed, width, dtype):
     y, final = against_the_formula(arguments, bound, activation='silu', cu_seqlens=cu, output_final_state=True)
     assert y.dtype == final.dtype == dtype
     assert y.is_contiguous()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+def test_many_tiles(monkeypatch, packed):
+    """Those that walk further in the backward."""
+    monkeypatch.setattr(convolution_kernels, 'MANY', 0)
+    cu = torch.tensor([0, 0, 1, 4, 140, 270, 270]) if packed else None
+    arguments = tensors(1, 270, 5, 4, 6 if packed else 1, torch.float32)
+    against_the_formula(arguments, bound, activation='silu', cu_seqlens=cu, output_final_state=True)
 
 
 @pytest.mark.interpreted
