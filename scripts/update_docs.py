@@ -108,6 +108,10 @@ def _breaks(result: Result) -> str:
     return '\n\n'.join(parts)
 
 
+def _note(result: Result) -> str:
+    return f' {result["note"]}' if 'note' in result else ''
+
+
 def delta_rules(results: list[Result]) -> str:
     """Times of the delta rules on GPUs."""
     return '\n\n'.join(_delta_rules(result) for result in results) or _nothing('benchmarks/delta_rules.py')
@@ -116,14 +120,13 @@ def delta_rules(results: list[Result]) -> str:
 def _delta_rules(result: Result) -> str:
     versions = result['versions']
     stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
-    note = f' {result["note"]}' if 'note' in result else ''
     chunked = [row for row in result['rows'] if 'shape' in row]
     decoded = [row for row in result['rows'] if 'decode' in row]
     head = ['', 'B, T, H, K = V', 'backend', 'forward ms', 'with backward ms', 'peak MiB', 'largest error']
     rows = [[row['op'], ', '.join(map(str, row['shape'])), row['backend'], *_times(row)] for row in chunked]
     parts = [
         f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
-        f'{versions["triton"]}.{stopped}{note}',
+        f'{versions["triton"]}.{stopped}{_note(result)}',
         table(head, rows),
     ]
     if decoded:
@@ -152,7 +155,7 @@ def _modules(result: Result) -> str:
     return (
         f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
         f'{versions["triton"]}. A copy of a gigabyte ran at {result["copy_gbs"]:.0f} GB/s; `of a copy` compares with the '
-        f'time of a copy that moves as much as the call must.{stopped}\n\n'
+        f'time of a copy that moves as much as the call must.{stopped}{_note(result)}\n\n'
         + table(['', 'size', 'backend', *both, 'largest error'], rows)
     )
 
@@ -176,7 +179,7 @@ def _attention(result: Result) -> str:
     return (
         f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
         f"{versions['triton']}. `torch` is PyTorch's attention called directly, the last columns are times over its; what "
-        f'`parallel_attn` chooses is in bold.{stopped}\n\n' + table([*head, 'forward', 'with backward'], rows)
+        f'`parallel_attn` chooses is in bold.{stopped}{_note(result)}\n\n' + table([*head, 'forward', 'with backward'], rows)
     )
 
 
