@@ -116,7 +116,7 @@ class CausalConv1dBackend(BaseBackend):
     vendor = 'dao-ailab'
     devices = ('cuda',)
     dtypes = dict.fromkeys(('x', 'weight', 'bias'), HALVES_AND_FLOAT)
-    verified = False
+    verified = True
     needs = ('causal_conv1d:causal_conv1d_fn', 'causal_conv1d:causal_conv1d_update')
 
     def probe(self, device: Device) -> Verdict:

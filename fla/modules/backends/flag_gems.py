@@ -57,7 +57,7 @@ class FlagGemsBackend(BaseBackend):
     devices = ('cuda',)
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     grad = 'none'
-    verified = False
+    verified = True
     needs = ('flag_gems.ops:rms_norm', 'flag_gems.ops:layer_norm')
 
     def probe(self, device: Device) -> Verdict:

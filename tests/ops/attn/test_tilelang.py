@@ -58,7 +58,7 @@ SERVED = {
 def test_served(name):
     decision = explain(parallel_attn, **case(**SERVED[name]))
     assert decision.winner == 'tilelang'
-    assert decision['tilelang'].notes[0].startswith('unverified')
+    assert not any(note.startswith('unverified') for note in decision['tilelang'].notes)
 
 
 NOTHING = 'there are no steps, and the kernel cannot be launched on nothing'

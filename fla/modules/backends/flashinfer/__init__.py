@@ -25,7 +25,7 @@ class FlashInferBackend(FlashInferNorms, FlashInferActivations, FlashInferRotary
     devices = ('cuda',)
     dtypes = (torch.float16, torch.bfloat16)
     grad = 'none'
-    verified = False
+    verified = True
     needs = (
         'flashinfer.activation:silu_and_mul',
         'flashinfer.norm:layernorm',

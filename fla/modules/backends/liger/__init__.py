@@ -25,7 +25,7 @@ class LigerBackend(LigerNorms, LigerActivations, LigerRotary, LigerLosses, BaseB
     vendor = 'linkedin'
     devices = ('cuda',)
     dtypes = dict.fromkeys(('x', 'weight', 'bias'), (torch.float16, torch.bfloat16, torch.float32))
-    verified = False
+    verified = True
     needs = (
         'liger_kernel.ops.cross_entropy:cross_entropy_forward',
         'liger_kernel.ops.fused_linear_cross_entropy:fused_linear_cross_entropy_forward',
