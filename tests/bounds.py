@@ -147,6 +147,52 @@ def elementwise(dtype: torch.dtype) -> float:
     return 1e-6 if dtype == torch.float32 else of_reference(dtype)[0]
 
 
+_MODULE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-13}
+
+
+def of_module(dtype: torch.dtype) -> float:
+    """Bound of the relative RMS of what a function of the modules returns for small tensors: half a unit in the last place
+    of a result of about 1, and for float32 and float64 a few roundings of the terms of a sum."""
+    return _MODULE[dtype]
+
+
+def of_gradient(bound: float) -> float:
+    """Of a gradient, for the bound of the result: it is rounded to its tensor's dtype, and its terms saw the result's
+    gradient rounded to the result's."""
+    return 3 * bound
+
+
+def of_difference(dtype: torch.dtype) -> float:
+    """Of what is left when a mean is subtracted that was rounded too, in a dtype that is not rounded more at the end."""
+    return of_module(dtype) * (1 if dtype.itemsize == 2 else 3)
+
+
+def of_rounded_input(dtype: torch.dtype) -> float:
+    """Of a linear map of what was rounded before it."""
+    return 2 * of_module(dtype)
+
+
+def of_rounded_operands(dtype: torch.dtype, logits: float) -> float:
+    """Of a linear map with a cross entropy whose operands autocast rounds, too."""
+    return 2 * of_linear_loss(dtype, logits)
+
+
+def of_compiled(bound: float) -> float:
+    """Of the difference of two results that are each within that bound."""
+    return 2 * bound
+
+
+# Of a loss's gradient over one class, which is nothing but rounding: the part of 1 that errors are measured by.
+ONE_CLASS = 1e-2
+
+# What a float32 exponential may leave where the result is 0.
+TINY = 1e-30
+
+# Of a product of a query and a key with 64 channels, at positions of about 1e5 and at 0: angles are float32, so that of
+# channel pair i is off by 1e5 1e4^(-i / 32) 2^-24, which adds up to 0.025 over the pairs, times two tables and |q| |k| of a
+# pair, about 2.
+FAR_SCORES = 0.1
+
 # Relative RMS of two float64 computations of one definition: a few dozen roundings of 2^-53, in another order.
 TWO_ORACLES = 1e-14
 

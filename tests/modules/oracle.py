@@ -5,10 +5,9 @@ import contextlib
 import torch
 
 from fla.ops.backends import trace
+from tests import bounds
 
-# Half a unit in the last place of a result of about 1, and for float32 a few roundings of the terms of a sum.
-BOUND = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-13}
-DTYPES = list(BOUND)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def error(expected, got):
@@ -44,8 +43,7 @@ def check(function, oracle, arguments, bound, **options):
         assert error(a, b) <= bound
     for name, a, b in zip(arguments, expected_grads, got_grads, strict=True):
         assert b.dtype == arguments[name].dtype
-        # a gradient is rounded to its tensor's dtype, and its terms saw an output gradient rounded to the output's
-        assert error(a, b) <= 3 * bound, f'gradient of {name}'
+        assert error(a, b) <= bounds.of_gradient(bound), f'gradient of {name}'
     return got
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
+from tests import bounds
 
-from .oracle import BOUND, DTYPES, check, error, served_by, tensor
+from .oracle import DTYPES, check, error, served_by, tensor
 
 
 def oracle(x, y):
@@ -16,20 +17,20 @@ def oracle(x, y):
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 def test_against_the_formula(dtype):
     x, y, weight, bias = (tensor(*shape, dtype=dtype) for shape in ((3, 6), (3, 6), (5, 6), (5,)))
-    check(swiglu, oracle, {'x': x, 'y': y}, BOUND[dtype])
-    check(silu_and_mul, lambda x: oracle(x[..., :6], x[..., 6:]), {'x': torch.cat([x, y], -1)}, BOUND[dtype])
+    check(swiglu, oracle, {'x': x, 'y': y}, bounds.of_module(dtype))
+    check(silu_and_mul, lambda x: oracle(x[..., :6], x[..., 6:]), {'x': torch.cat([x, y], -1)}, bounds.of_module(dtype))
     check(
         swiglu_linear,
         lambda x, y, weight, bias: oracle(x, y) @ weight.T + bias,
         {'x': x, 'y': y, 'weight': weight, 'bias': bias},
         # the product is rounded before the linear map, as its input
-        2 * BOUND[dtype],
+        bounds.of_rounded_input(dtype),
     )
 
 
 def test_strides_empties_and_second_derivatives():
     x, y = tensor(6, 4).t(), tensor(4, 12)[:, ::2]
-    assert error(oracle(x, y), swiglu(x, y)) < 1e-14
+    assert error(oracle(x, y), swiglu(x, y)) <= bounds.TWO_ORACLES
     assert swiglu(x[:0], y[:0]).shape == (0, 6)
     assert silu_and_mul(torch.zeros(2, 0)).shape == (2, 0)
     assert torch.autograd.gradgradcheck(swiglu, (x.detach().requires_grad_(), y.detach().requires_grad_()))
@@ -40,7 +41,7 @@ def test_linear_under_autocast():
     with torch.autocast('cpu', torch.bfloat16):
         y = swiglu_linear(x.bfloat16(), x.bfloat16(), weight, None)
     assert y.dtype == torch.bfloat16
-    assert error(oracle(x.double(), x.double()) @ weight.double().T, y) < 1e-2
+    assert error(oracle(x.double(), x.double()) @ weight.double().T, y) <= bounds.of_sums(torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from fla.modules.convolution import causal_conv1d, causal_conv1d_update
 from tests import bounds
 
 from .convolution import convolved
-from .oracle import BOUND, DTYPES, check, error, served_by, tensor
+from .oracle import DTYPES, check, error, served_by, tensor
 
 
 def oracle(x, weight, bias=None, residual=None, initial_state=None, activation=None, cu_seqlens=None, **_):
@@ -64,7 +64,7 @@ def test_against_the_formula(dtype, packed, width):
     if width == 1:
         del arguments['initial_state']  # nothing depends on it, and it has no gradient
     options = {'activation': 'silu', 'cu_seqlens': CU if packed else None, 'output_final_state': True}
-    y, final = check(causal_conv1d, oracle, arguments, BOUND[dtype], **options)
+    y, final = check(causal_conv1d, oracle, arguments, bounds.of_module(dtype), **options)
     assert y.dtype == final.dtype == dtype
     assert y.is_contiguous()
 
@@ -77,8 +77,8 @@ def test_without_a_state_and_shorter_than_the_filter(packed, length):
     y, final = causal_conv1d(x, weight, output_final_state=True, cu_seqlens=cu)
     if length:
         expected_y, expected = oracle(x, weight, cu_seqlens=cu)
-        assert error(expected_y, y) < 1e-14
-        assert error(expected, final) < 1e-14
+        assert error(expected_y, y) <= bounds.TWO_ORACLES
+        assert error(expected, final) <= bounds.TWO_ORACLES
     else:
         assert y.shape == (1, 0, 3)
         assert torch.equal(final, torch.zeros(1, 3, 4))
@@ -100,7 +100,7 @@ def test_packed_sequences_are_sequences():
     y, final = causal_conv1d(x, weight, None, None, state, True, 'swish', CU.int())
     for n, (a, b) in enumerate(itertools.pairwise(CU.tolist())):
         one, last = causal_conv1d(x[:, a:b], weight, None, None, state[n : n + 1], True, 'swish')
-        assert a == b or error(one, y[:, a:b]) < 1e-6
+        assert a == b or error(one, y[:, a:b]) <= bounds.elementwise(torch.float32)
         assert torch.equal(last[0], final[n])
 
 
@@ -121,7 +121,7 @@ def test_strides_and_a_state_in_another_dtype():
     y, final = causal_conv1d(x, weight, initial_state=state, output_final_state=True)
     expected, last = oracle(x.double(), weight.double(), initial_state=state.double())
     assert (y.dtype, final.dtype) == (torch.bfloat16, torch.float32)
-    assert error(expected, y) < BOUND[torch.bfloat16]
+    assert error(expected, y) < bounds.of_module(torch.bfloat16)
     assert torch.equal(last.float(), final)
 
 
@@ -147,7 +147,7 @@ def test_update_is_one_step(dtype, layout):
     y, after = causal_conv1d_update(x.reshape(shape), cache, residual.reshape(shape), weight, bias, 'silu')
     assert (y.shape, y.dtype) == (shape, dtype)
     assert after is cache
-    assert error(expected.reshape(shape), y) <= BOUND[dtype]
+    assert error(expected.reshape(shape), y) <= bounds.of_module(dtype)
     assert torch.equal(state.to(dtype), cache)
 
 
@@ -159,7 +159,7 @@ def test_layer():
     weight, bias = layer.weight[:, 0], layer.bias
     y, none = layer(x)
     assert none is None
-    assert error(oracle(x, weight, bias, activation='silu')[0], y) < 1e-14
+    assert error(oracle(x, weight, bias, activation='silu')[0], y) <= bounds.TWO_ORACLES
     # in pieces: several steps, one step, several steps
     state, pieces = None, []
     for a, b in ((0, 3), (3, 4), (4, 5), (5, 9)):
@@ -167,8 +167,8 @@ def test_layer():
         piece, state = layer(x[:, a:b], cache=state, output_final_state=True)
         assert (state is before) == (b - a == 1)
         pieces.append(piece)
-    assert error(y, torch.cat(pieces, 1)) < 1e-14
-    assert error(oracle(x, weight, bias)[1], state) < 1e-14
+    assert error(y, torch.cat(pieces, 1)) <= bounds.TWO_ORACLES
+    assert error(oracle(x, weight, bias)[1], state) <= bounds.TWO_ORACLES
 
     # padding counts as zero, whatever it holds
     padded = x.detach().clone()
@@ -176,7 +176,7 @@ def test_layer():
     mask = torch.ones(2, 9)
     mask[0, :2] = 0
     for one in (mask, mask.bool(), 0.5 * mask):
-        assert error(layer(x[:1, 2:])[0], layer(padded, mask=one)[0][:1, 2:]) < 1e-14
+        assert error(layer(x[:1, 2:])[0], layer(padded, mask=one)[0][:1, 2:]) <= bounds.TWO_ORACLES
     assert torch.equal(layer(x.reshape(1, 18, 6), cu_seqlens=torch.tensor([0, 9, 18]))[0].reshape(2, 9, 6), y)
 
 
@@ -192,13 +192,13 @@ def test_packed_sequences_leave_the_cache(output, lens, grad):
     with torch.set_grad_enabled(grad):
         y, after = layer(x, cache=cache, output_final_state=output, cu_seqlens=cu)
         expected, state = oracle(x, layer.weight[:, 0], None, None, cache, 'silu', cu)
-    assert error(expected, y) < 1e-14
+    assert error(expected, y) <= bounds.TWO_ORACLES
     assert (after is not None) == output
-    assert not output or error(state, after) < 1e-14
+    assert not output or error(state, after) <= bounds.TWO_ORACLES
     assert torch.equal(cache, before)
     if grad:
         (wanted,), (got,) = torch.autograd.grad(expected.sum(), cache), torch.autograd.grad(y.sum(), cache)
-        assert error(wanted, got) < 1e-13
+        assert error(wanted, got) <= bounds.of_module(torch.float64)
 
 
 @pytest.mark.parametrize('grad', [False, True], ids=['no grad', 'grad'])
@@ -210,12 +210,12 @@ def test_a_learnt_state_is_not_written(grad):
         y, after = layer(x, cache=learnt, output_final_state=True)
         expected, state = oracle(x, layer.weight[:, 0], None, None, learnt, 'silu')
     assert torch.equal(learnt, before)
-    assert error(expected, y) < 1e-14
-    assert error(state, after) < 1e-14
+    assert error(expected, y) <= bounds.TWO_ORACLES
+    assert error(state, after) <= bounds.TWO_ORACLES
     if grad:
         assert torch.autograd.grad(y.sum(), learnt)[0].any()
     compiled = torch.compile(lambda x, cache: layer(x, cache=cache)[0], fullgraph=True, backend='aot_eager')
-    assert error(expected, compiled(x, learnt)) < 1e-14
+    assert error(expected, compiled(x, learnt)) <= bounds.TWO_ORACLES
     assert torch.equal(learnt, before)
 
 
@@ -229,8 +229,8 @@ def test_a_cache_made_in_inference_mode():
         y, after = layer(x, cache=cache, output_final_state=True)
     expected, state = oracle(x, layer.weight[:, 0], None, None, before, 'silu')
     assert after is cache
-    assert error(expected, y) < 1e-14
-    assert error(state, cache) < 1e-14
+    assert error(expected, y) <= bounds.TWO_ORACLES
+    assert error(state, cache) <= bounds.TWO_ORACLES
 
 
 @pytest.mark.parametrize(

@@ -123,10 +123,10 @@ def test_sizes(shape):
 def test_strides_and_broadcast():
     logits, target = tensor(9, 5).t(), targets(5, 9)
     expected = oracle(logits, target)[0]
-    assert error(expected, cross_entropy_loss(logits, target)[0]) < 1e-14
+    assert error(expected, cross_entropy_loss(logits, target)[0]) <= bounds.TWO_ORACLES
     row = tensor(1, 9).expand(5, 9)
     every_second = torch.stack([target, target], 1)[:, 0]
-    assert error(oracle(row, target)[0], cross_entropy_loss(row, every_second)[0]) < 1e-14
+    assert error(oracle(row, target)[0], cross_entropy_loss(row, every_second)[0]) <= bounds.TWO_ORACLES
 
 
 def test_who_serves():

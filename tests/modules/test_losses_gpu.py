@@ -44,7 +44,7 @@ def test_cross_entropy(dtype, options, classes, ignore_index):
     assert error(expected, losses) <= bounds.EXACT[torch.float32]
     weights = torch.linspace(1, 2, 64).double()
     (got,), (wanted,) = gradients(losses, weights, given), gradients(expected, weights, exact)
-    floor = 1e-2 if classes == 1 else 0
+    floor = bounds.ONE_CLASS if classes == 1 else 0
     assert bounds.relative_rms(wanted, got, floor) <= bounds.of_reference(dtype)[0]
 
 
