@@ -15,7 +15,6 @@ from fla.modules.backends.flashinfer import rotary as flashinfer_rotary
 from fla.modules.backends.liger import LigerBackend
 from fla.modules.backends.liger import activations as liger_activations
 from fla.modules.backends.liger import rotary as liger_rotary
-from fla.modules.backends.reference.rotary import ReferenceRotary
 from fla.modules.rotary import rotary_embedding, rotary_embedding_ref
 from fla.ops.backends import default_dispatcher, explain, on_error
 from tests import bounds
@@ -23,8 +22,7 @@ from tests.ops.vendors import BF16, FP32, H100, fakes, install, odd, on_16, pret
 from tests.vendor_signatures import SIGNATURES, installed
 
 from .oracle import error, tensor
-
-reference = ReferenceRotary().rotary_embedding
+from .rotary import rotated
 
 
 def gated(x, y):
@@ -203,12 +201,12 @@ def test_numbers_of_liger_rotary(package):
     before = x.clone()
     y = liger_rotary._forward(x, cos, sin, 3)
     assert torch.equal(x, before)
-    assert error(reference(x.double(), cos.double(), sin.double(), seqlen_offsets=3), y) <= bounds.elementwise(BF16)
+    assert error(rotated(x.double(), cos.double(), sin.double(), seqlen_offsets=3), y) <= bounds.elementwise(BF16)
     assert error(y, liger_rotary._forward(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, 3)) == 0
     dy = before.clone()
     back = liger_rotary._backward(cos, sin, 3, dy)
     assert torch.equal(dy, before)
-    assert error(reference(dy.double(), cos.double(), -sin.double(), seqlen_offsets=3), back) <= bounds.elementwise(BF16)
+    assert error(rotated(dy.double(), cos.double(), -sin.double(), seqlen_offsets=3), back) <= bounds.elementwise(BF16)
     liger_rotary._in_place(x, cos, sin, 3)
     assert torch.equal(x, y)
 
@@ -221,7 +219,7 @@ def test_numbers_of_flashinfer_rotary(package, offsets, packed, interleaved):
     cu = torch.tensor([0, 2, 5]) if packed else None
     made = rotary(shape=(1 if packed else 2, 5, 3, 64), half=16)
     exact = {name: one.double() for name, one in made.items()}
-    wanted = reference(**exact, seqlen_offsets=offsets, cu_seqlens=cu, interleaved=interleaved)
+    wanted = rotated(**exact, seqlen_offsets=offsets, cu_seqlens=cu, interleaved=interleaved)
     given = (offsets, cu, 0) if isinstance(offsets, torch.Tensor) else (None, cu, offsets)
     y = flashinfer_rotary._forward(*made.values(), *given, interleaved)
     assert torch.equal(made['x'].double(), exact['x'])
@@ -370,7 +368,7 @@ def rotary_itself(backend, backward):
     leaf, wide = made['x'].clone().requires_grad_(backward), exact['x'].requires_grad_(backward)
     served, y = ran(rotary_embedding, 'modules', {**made, 'x': leaf, 'seqlen_offsets': 5})
     assert served == backend
-    wanted = reference(**exact, seqlen_offsets=5)
+    wanted = rotated(**exact, seqlen_offsets=5)
     assert error(wanted, y) <= bounds.elementwise(BF16)
     if backward:
         (found,), (right,) = (torch.autograd.grad(out.sum(), one) for out, one in ((y, leaf), (wanted, wide)))

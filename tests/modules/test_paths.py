@@ -10,7 +10,10 @@ import fla.modules
 from fla.ops.backends import describe, explain
 
 PATHS = {
-    'fla.modules': ['RMSNorm', 'LayerNorm', 'GroupNorm', 'FusedRMSNormGated', 'ShortConvolution', 'RotaryEmbedding'],
+    'fla.modules': [
+        *('RMSNorm', 'LayerNorm', 'GroupNorm', 'FusedRMSNormGated', 'ShortConvolution', 'RotaryEmbedding'),
+        *('FusedCrossEntropyLoss', 'FusedLinearCrossEntropyLoss', 'l2norm', 'activations'),
+    ],
     'fla.modules.l2norm': ['l2norm', 'l2_norm'],
     'fla.modules.layernorm': ['rms_norm', 'layer_norm', 'group_norm', 'RMSNorm', 'LayerNorm', 'GroupNorm'],
     'fla.modules.fused_norm_gate': ['rms_norm_gated', 'FusedRMSNormGated'],
@@ -80,6 +83,29 @@ CALLS = {
     'convolution.causal_conv1d': lambda x: (x, x[0, :4].t()),
     'convolution.causal_conv1d_update': lambda x: (x[:, 0], x[:, :4].transpose(1, 2).clone(), None, x[0, :4].t()),
 }
+
+
+TWICE = [
+    *(f'layernorm.{norm}' for norm in ('rms_norm', 'layer_norm', 'group_norm')),
+    *('fused_norm_gate.rms_norm_gated', 'l2norm.l2norm', 'rotary.rotary_embedding', 'convolution.causal_conv1d'),
+    *(f'activations.{one}' for one in ('swiglu', 'silu_and_mul', 'swiglu_linear')),
+]
+
+
+@pytest.mark.parametrize('name', TWICE)
+def test_differentiable_twice(name):
+    """On the reference; losses in test_losses.py."""
+    module, function = name.split('.')
+    call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
+    x = torch.randn(1, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).expand(2, 8, 6)
+    given = [one[:, :4] if one is not None and one.shape[:2] == (2, 8) else one for one in CALLS[name](x)]
+    leaves = [one.detach().clone().requires_grad_() for one in given if one is not None]
+
+    def plain(*tensors):
+        y = call(*tensors, *(None for one in given if one is None))
+        return y[0] if isinstance(y, tuple) else y
+
+    assert torch.autograd.gradgradcheck(plain, leaves)
 
 
 @pytest.mark.parametrize('name', CALLS)

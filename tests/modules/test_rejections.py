@@ -16,7 +16,7 @@ from fla.modules.fused_norm_gate import rms_norm_gated
 from fla.modules.l2norm import l2norm
 from fla.modules.layernorm import group_norm, layer_norm, rms_norm
 from fla.modules.rotary import rotary_embedding
-from fla.ops.backends import explain, use_backend
+from fla.ops.backends import default_dispatcher, explain, on_error, trace, use_backend
 
 from .test_paths import CALLS, REQUIRED
 
@@ -86,6 +86,60 @@ def test_rejected_by_the_default(function, arguments, why):
     decision = explain(function, **arguments)
     assert decision.winner == 'reference'
     assert why in decision['default'].reason
+
+
+WRITTEN = {  # what may be changed in place, so that nobody may try again: module, launch, call, and what was changed
+    'causal_conv1d_update': (
+        'convolution_autograd',
+        'update',
+        lambda x, cache: causal_conv1d_update(x, cache, None, FILTER),
+        lambda: (torch.ones(2, 3), torch.ones(2, 3, 4)),
+    ),
+    'rotary_embedding': (
+        'rotary',
+        'rotate_in_place',
+        lambda cos, x: rotary_embedding(x, cos, cos, inplace=True),
+        lambda: (TABLE, torch.ones(1, 3, 2, 4)),
+    ),
+    'cross_entropy_loss': (
+        'losses',
+        '_InPlace',
+        lambda target, logits: cross_entropy_loss(logits.requires_grad_() * 1, target, inplace_backward=True),
+        lambda: (TARGET, torch.ones(2, 8)),
+    ),
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('name', WRITTEN)
+def test_what_may_be_half_written_never_runs_twice(monkeypatch, name):
+    """A failure of the default is not tried again on another backend, whatever the policy says."""
+    module, launch, call, new = WRITTEN[name]
+    module = importlib.import_module(f'fla.modules.kernels.{module}')
+    first, written = new()
+
+    class Failing:
+        def __call__(self, *_):
+            with torch.no_grad():
+                written.neg_()
+            raise NotImplementedError('half way')
+
+        apply = __call__
+
+    monkeypatch.setattr(module, launch, Failing())
+    for function in (name, 'swiglu'):
+        default = default_dispatcher().entry(f'modules.{function}').default
+        monkeypatch.setattr(type(default), 'retryable', (NotImplementedError,))
+    default_dispatcher().reset()
+    with on_error('fallback'), pytest.raises(NotImplementedError, match='half way'):
+        call(first, written)
+    assert (written == -1).all()
+    # where nothing is written, somebody else goes on
+    monkeypatch.setattr(importlib.import_module('fla.modules.kernels.activations'), 'swiglu', Failing())
+    with on_error('fallback'), trace() as recorded:
+        swiglu(ROW, ROW)
+    assert recorded.last_backend('modules.swiglu') == 'reference'
+    default_dispatcher().reset()
 
 
 @pytest.mark.interpreted
