@@ -1,0 +1,64 @@
+"""The layers on the Triton kernels, interpreted: as `test_layers`, and every function that has a kernel is served by it."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip('triton')
+from fla.ops.backends import trace
+
+from .test_layers import LAYERS, RECURRENT, error, hidden, make, oracle
+
+pytestmark = pytest.mark.interpreted
+FP32 = torch.float32
+# of a layer in float32: `test_layers.test_narrow_dtypes`
+BOUND = 5e-6
+
+
+def served(recorded):
+    """Each function that ran, and by whom."""
+    return {function.rpartition('.')[2]: backend for function, backend in recorded.counters}
+
+
+def expected_of(name):
+    if 'attn' in name:
+        norm = {'rms_norm': 'default'} if name == 'attn window' else {}
+        turned = {} if name == 'attn nope' else {'rotary_embedding': 'default'}
+        # plain attention on a CPU is PyTorch's
+        return {'parallel_attn': 'sdpa', **norm, **turned}
+    operation = 'kda' if 'kda' in name else 'gated_delta_rule'
+    short = {} if name == 'gdn plain' else {'causal_conv1d': 'default'}
+    norm = 'rms_norm' if name == 'gdn plain' else 'rms_norm_gated'
+    return {f'chunk_{operation}': 'default', norm: 'default', **short}
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_against_the_formula(name):
+    layer, x = make(name, FP32), hidden(2, 70, dtype=FP32).requires_grad_()
+    exact, wide = make(name, FP32).double(), x.detach().double().requires_grad_()
+    with trace() as recorded:
+        o = layer(x)[0]
+    assert served(recorded) == expected_of(name)
+    right = oracle(name, exact, wide)
+    assert error(right, o) < BOUND
+    weights = hidden(*o.shape[:2], seed=5)
+    (dx,), (right_dx,) = torch.autograd.grad((o * weights).sum(), x), torch.autograd.grad((right * weights).sum(), wide)
+    assert error(right_dx, dx) < 10 * BOUND
+
+
+@pytest.mark.parametrize('name', RECURRENT)
+def test_generation(name):
+    """Prefill, more prefill, then step by step is the same as all at once."""
+    layer, x = make(name, FP32), hidden(2, 13, dtype=FP32)
+    right = oracle(name, make(name, FP32).double(), x.double())
+    with torch.no_grad():
+        o, _, cache = layer(x[:, :5], use_cache=True)
+        pieces = [o]
+        for a, b in itertools.pairwise([5, 9, *range(10, 14)]):
+            with trace() as recorded:
+                pieces.append(layer(x[:, a:b], past_key_values=cache)[0])
+    operation = 'kda' if 'kda' in name else 'gated_delta_rule'
+    assert set(served(recorded).values()) == {'default'}
+    assert f'fused_recurrent_{operation}' in served(recorded)
+    assert error(right, torch.cat(pieces, 1)) < BOUND
