@@ -15,6 +15,7 @@ import torch.nn.functional as F
 Tensors = dict[str, torch.Tensor]
 Shape = tuple[int, ...]
 EPS = 1e-5
+GROUPS = 8
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Module:
         liger: Liger-Kernel's own function, where its rounding is another than ours and our backend refuses.
         positional: arguments behind the tensors; some of FLA's functions take no keywords.
         constants: arguments behind those, by keyword.
+        named: the tensors are passed by keyword, too.
     """
 
     path: str
@@ -45,11 +47,14 @@ class Module:
     liger: Callable[..., torch.Tensor] | None = None
     positional: tuple[Any, ...] = ()
     constants: dict[str, Any] = field(default_factory=dict)
+    named: bool = False
 
     def function(self) -> Callable[..., Any]:
         """The dispatched function, or FLA's, of the tensors alone."""
         module, _, name = self.path.rpartition('.')
         function = getattr(importlib.import_module(module), name)
+        if self.named:
+            return lambda **tensors: function(**tensors, **self.constants)
         return lambda **tensors: function(*tensors.values(), *self.positional, **self.constants)
 
     def bytes_of(self, tensors: Tensors) -> tuple[float, float] | None:
@@ -67,6 +72,15 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def _rms_norm_of_sum(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return _rms_norm(total, weight), total
+
+
+def _group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.group_norm(x, GROUPS, weight, bias, EPS)
 
 
 def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -120,6 +134,13 @@ def _liger_swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return LigerSiLUMulFunction.apply(x, y)
 
 
+def _liger_cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """In the dtype of the logits, over which it writes their gradients."""
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    return LigerCrossEntropyFunction.apply(logits, target, None, -100, 0.0, 0.0, 'none')[0]
+
+
 def _liger_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """In place, and one head more as keys."""
     from liger_kernel.ops.rope import LigerRopeFunction
@@ -159,6 +180,27 @@ MODULES = {
         (2, 3),
         positional=(None,),
         constants={'eps': EPS},
+    ),
+    'rms_norm_of_sum': Module(
+        'fla.modules.layernorm.rms_norm',
+        'rows, D',
+        _ROWS,
+        lambda shape, normal: {'x': normal(*shape), 'weight': normal(shape[1]), 'residual': normal(*shape)},
+        _rms_norm_of_sum,
+        # the sum is returned, and read back by the backward, whose result is one for both
+        (4, 3),
+        constants={'bias': None, 'eps': EPS, 'prenorm': True},
+        named=True,
+    ),
+    'group_norm': Module(
+        'fla.modules.layernorm.group_norm',
+        'rows, D',
+        _ROWS,
+        lambda shape, normal: {'x': normal(*shape), 'weight': normal(shape[1]), 'bias': normal(shape[1])},
+        _group_norm,
+        (2, 3),
+        constants={'eps': EPS, 'num_groups': GROUPS},
+        named=True,
     ),
     'layer_norm': Module(
         'fla.modules.layernorm.layer_norm',
@@ -239,6 +281,7 @@ MODULES = {
         lambda shape, normal: {'logits': (x := normal(*shape)), 'target': _targets(*shape, x)},
         _cross_entropy,
         (1, 2),
+        liger=_liger_cross_entropy,
     ),
     'fused_linear_cross_entropy': Module(
         'fla.modules.fused_linear_cross_entropy.fused_linear_cross_entropy_loss',

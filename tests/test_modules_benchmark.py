@@ -28,7 +28,7 @@ def test_every_module(tmp_path):
     assert str(markdown.ROOT) not in json.dumps(result)
     named = {(row['module'], row['backend']) for row in result['rows']}
     modules = {module for module, _ in named}
-    assert len(modules) == 11
+    assert len(modules) == 13
     assert named == {(module, backend) for module in modules for backend in backends}
     for row in result['rows']:
         assert not [key for key in row if key.endswith('refused')], row
