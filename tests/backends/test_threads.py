@@ -472,3 +472,27 @@ def test_what_changes_while_a_plan_is_made_is_not_lost(change):
     assert toy.ran() == expected
     assert changed
     assert toy.ran() == explain(toy.f, Q, Q).winner == expected
+
+
+def test_a_call_between_a_plan_and_its_code(monkeypatch):
+    """A thread that stops half way through a swap is waited for. Its callers asked again and again instead, and a thousand
+    calls deep ended in a RecursionError."""
+    toy = Toy()
+    toy.add('a')
+    half_way, found = threading.Event(), []
+
+    def slow():
+        if not half_way.is_set():
+            half_way.set()
+            time.sleep(0.3)
+        return False
+
+    monkeypatch.setattr('fla.ops.backends.entry.another_thread_compiles', slow)
+    first = threading.Thread(target=lambda: found.append(toy.ran()))
+    first.start()
+    assert half_way.wait(60)
+    second = threading.Thread(target=lambda: found.append(toy.ran()))
+    second.start()
+    for thread in (first, second):
+        thread.join(60)
+    assert found == ['a', 'a']

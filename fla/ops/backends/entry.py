@@ -199,7 +199,8 @@ class Entry:
             Whether something was planned.
         """
         if serial != self._installed and f'plan{serial}' not in self._boxed.known.values():
-            return 0
+            with lock:  # until whoever replaced it has put the new code in place: else it would be asked for again and again
+                return 0
         self.was_called = True
         dispatcher = self.dispatcher
         for attempt in itertools.count():
