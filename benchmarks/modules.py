@@ -160,7 +160,8 @@ def measured(module: Module, backend: str, shape: tuple[int, ...], clock: Clock)
 
 
 def said(error: Exception) -> str:
-    text = f'{type(error).__name__}: {error}'.strip()
+    """In one line, without this machine's folders."""
+    text = f'{type(error).__name__}: {error}'.replace(f'{Path(__file__).resolve().parents[1]}{os.sep}', '')
     return ' '.join(text.split())[:300]
 
 

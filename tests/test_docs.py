@@ -132,3 +132,11 @@ def test_links(page):
     for target in re.findall(r'\]\(([^)#\s]+)(?:#[^)]*)?\)', path.read_text(encoding='utf-8')):
         if '://' not in target:
             assert (path.parent / target).exists(), f'{page} links to {target}'
+
+
+RESULTS = sorted((markdown.ROOT / 'benchmarks' / 'results').glob('*.json'))
+
+
+@pytest.mark.parametrize('path', RESULTS, ids=lambda path: path.name)
+def test_results_name_no_folder_of_a_machine(path):
+    assert not re.search(r'(?<![\w.)>])/\w+/', path.read_text(encoding='utf-8'))

@@ -49,6 +49,8 @@ def test_filters_and_refusals(tmp_path):
         *(('l2norm', 'small', backend) for backend in ('liger', 'reference')),
     ]
     assert 'NoBackendError' in result['rows'][0]['forward_refused']
+    assert 'benchmarks/modules.py' in result['rows'][0]['forward_refused']
+    assert str(markdown.ROOT) not in json.dumps(result)
     assert 'errors' in result['rows'][2]
     assert lines.count('\n') == 5
 

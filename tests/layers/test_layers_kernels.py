@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip('triton')
 from fla.ops.backends import trace
+from tests import bounds
 
 from .test_layers import LAYERS, RECURRENT, error, hidden, make, oracle
 
 pytestmark = pytest.mark.interpreted
 FP32 = torch.float32
-# of a layer in float32: `test_layers.test_narrow_dtypes`
-BOUND = 5e-6
+BOUND = bounds.EXACT[FP32]
 
 
 def served(recorded):
@@ -44,7 +44,7 @@ def test_against_the_formula(name):
     assert error(right, o) < BOUND
     weights = hidden(*o.shape[:2], seed=5)
     (dx,), (right_dx,) = torch.autograd.grad((o * weights).sum(), x), torch.autograd.grad((right * weights).sum(), wide)
-    assert error(right_dx, dx) < 10 * BOUND
+    assert error(right_dx, dx) < BOUND
 
 
 @pytest.mark.parametrize('name', RECURRENT)

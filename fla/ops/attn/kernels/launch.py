@@ -145,7 +145,7 @@ def attention_backward(
 
 
 class _Rule:
-    """Block sizes, warps and stages: chosen to fit into shared memory and to spill little, measured on no card yet."""
+    """Block sizes, warps and stages: chosen to fit into shared memory and to spill little, tuned on no card yet."""
 
     def __init__(self, q: torch.Tensor, v: torch.Tensor) -> None:
         capability = capability_of(q.device)
