@@ -131,6 +131,16 @@ def test_a_package_that_is_switched_off_is_not_imported(package, monkeypatch, na
     assert VENDORS[name][0].package_name not in sys.modules
 
 
+@pytest.mark.parametrize('name', VENDORS)
+def test_a_package_is_not_tried_inside_a_graph_capture(package, monkeypatch, name):
+    package(name)
+    pretend(monkeypatch, H100, capturing=True)
+    assert decided(name).reason == (
+        'asked for inside a CUDA graph capture, where it cannot be tried: call it once before, then refresh()'
+    )
+    assert VENDORS[name][0].package_name not in sys.modules
+
+
 def test_what_is_usable_says_what_it_has_to(package, caplog, recwarn):
     """And is not probed again."""
     package('flash_attn', LOUD, 'def {}(q, k, v, *args, **more):\n    return v\n')

@@ -1,5 +1,6 @@
 """Stand-ins for vendors' packages, and GPUs that are not here."""
 
+import inspect
 import sys
 import types
 
@@ -8,10 +9,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fla.ops.backends import default_dispatcher, explain, trace
 from fla.utils.devices import Device
+from tests.vendor_signatures import SIGNATURES
 
 H100 = Device('cuda', 0, 'NVIDIA H100', (9, 0))
+B200 = Device('cuda', 0, 'NVIDIA B200', (10, 0))
 A100 = Device('cuda', 0, 'NVIDIA A100', (8, 0))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def takes(path):
+    """A stand-in's function has the parameters that are assumed of the vendor's, after `*` those that go by name alone."""
+
+    def decorate(function):
+        parameters = inspect.signature(function).parameters.values()
+        names = [one.name for one in parameters]
+        by_name = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+        if by_name:
+            names.insert(names.index(by_name[0]), '*')
+        assert tuple(names) == SIGNATURES[path]
+        return function
+
+    return decorate
 
 
 def install(monkeypatch, folder, module, distribution, version, **functions):

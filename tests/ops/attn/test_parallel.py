@@ -112,6 +112,10 @@ def test_which_backend_runs_and_why():
         ((), {'kv_heads': 4, 'value_dim': 16}, {}, 'sdpa', None),
         ((), {'value_dim': 16}, {}, 'default', 'no fused kernel'),
         ((), {'kv_heads': 4, 'value_dim': 6}, {}, 'default', 'no fused kernel'),
+        ((), {'kv_heads': 4, 'dim': 12}, {}, 'default', 'no fused kernel'),
+        ((), {'dtype': FP32, 'kv_heads': 4, 'dim': 6}, {}, 'default', 'no fused kernel'),
+        ((), {'dtype': FP32, 'kv_heads': 4, 'value_dim': 6}, {}, 'default', 'no fused kernel'),
+        ((), {'dtype': FP32, 'kv_heads': 4, 'dim': 4, 'value_dim': 12}, {}, 'sdpa', None),
         ((), {'dtype': FP32}, {}, 'default', 'no fused kernel'),
         ((), {'dtype': FP32, 'kv_heads': 4}, {}, 'sdpa', None),
         ((), {'dtype': FP64}, {}, 'sdpa', None),
@@ -128,6 +132,14 @@ def test_preference_on_a_gpu(names, shapes, options, winner, why):
     decision = explain(parallel_attn, **given, **options, platform='h100')
     assert decision.winner == winner
     assert decision['sdpa'].reason is None if why is None else why in decision['sdpa'].reason
+
+
+def test_float64_is_not_for_the_kernels():
+    decision = explain(parallel_attn, **inputs('g'), platform='h100')
+    assert decision.winner == 'reference'
+    assert decision['default'].reason == (
+        "dtype of 'q' must be torch.float16, torch.bfloat16, torch.float32, got torch.float64"
+    )
 
 
 def test_explain_says_what_a_backend_says_of_itself(monkeypatch):

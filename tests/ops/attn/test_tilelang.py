@@ -8,7 +8,7 @@ from fla.ops.attn import parallel_attn
 from fla.ops.attn.backends.tilelang import AttentionTileLang
 from fla.ops.backends import default_dispatcher, explain, use_backend
 from tests.ops.attn.attention import BF16, FP16, FP32, FP64
-from tests.ops.vendors import A100, fakes, pretend
+from tests.ops.vendors import A100, B200, H100, fakes, pretend
 from tests.tilelang_support.backends import switched_on, unusable
 
 
@@ -119,6 +119,23 @@ def test_off_until_somebody_switches_it_on(monkeypatch):
 def test_needs_hopper(monkeypatch):
     pretend(monkeypatch, A100)
     assert explain(parallel_attn, **case())['tilelang'].reason == 'needs compute capability 9.0, NVIDIA A100 has 8.0'
+
+
+def test_not_for_newer_gpus(monkeypatch):
+    """The probe is the real one, and goes no further."""
+    unusable(monkeypatch, AttentionTileLang)
+    pretend(monkeypatch, B200)
+    decision = explain(parallel_attn, **case())
+    assert decision.winner == 'sdpa'
+    assert decision['tilelang'].reason == 'the kernels are for compute capability 9.x, NVIDIA B200 has 10.0'
+
+
+def test_not_tried_inside_a_capture(monkeypatch):
+    unusable(monkeypatch, AttentionTileLang)
+    pretend(monkeypatch, H100, capturing=True)
+    decision = explain(parallel_attn, **case())
+    assert decision.winner == 'sdpa'
+    assert decision['tilelang'].reason.startswith('asked for inside a CUDA graph capture')
 
 
 def test_an_unusable_package_falls_through(monkeypatch):

@@ -19,13 +19,14 @@ def _window(window_size: int | None) -> tuple[int, int]:
 
 class _FlashAttention(BaseBackend):
     """No decays and no sinks; K = V, a multiple of 8. Causal masks are aligned to the last key, as ours are.
-    `deterministic=True`, so that gradients have the same bits twice. Compiled code must bring q, k and v at addresses that
-    are multiples of 16, which it cannot see; elsewhere others are copied."""
+    `deterministic=True`, so that gradients have the same bits twice. Not in compiled code, which cannot see addresses: those
+    of q, k and v must be multiples of 16, and others are copied."""
 
     devices = ('cuda',)
     dtypes = (torch.float16, torch.bfloat16)
     vendor = 'dao-ailab'
     grad = 'backward'
+    traceable = False
     default_enable = False
     verified = False
 
@@ -34,7 +35,7 @@ class _FlashAttention(BaseBackend):
             return False, ('K and V must be equal, got %s and %s', q.shape[3], v.shape[3])
         if q.shape[3] % 8:
             return False, ('K must be a multiple of 8, got %s', q.shape[3])
-        if q.numel() == 0 or v.numel() == 0:
+        if q.numel() == 0:
             return False, 'there are no steps, and the kernels cannot be launched on nothing'
         return True, None
 
@@ -85,13 +86,12 @@ class FlashAttention2Backend(_FlashAttention):
 
 
 class FlashAttention3Backend(_FlashAttention):
-    """`flash_attn_interface`, on Hopper alone. Not in compiled code: not every build of it can be traced."""
+    """`flash_attn_interface`, on Hopper alone."""
 
     backend_type = 'flash_attn_3'
     package_name = 'flash_attn_interface'
     env_var = 'FLA_FLASH_ATTN_3'
     min_capability = (9, 0)
-    traceable = False
     priority = 3
     needs = ('flash_attn_interface:flash_attn_func', 'flash_attn_interface:flash_attn_varlen_func')
 

@@ -25,7 +25,8 @@ def _parameters() -> frozenset[str]:
 
 class TorchVarlenBackend(BaseBackend):
     """What `sdpa` says by a mask: packed sequences, and windows, for which rows of a batch are packed. K = V, a multiple of
-    8; no decays, no sinks, as many queries as keys."""
+    8; no decays, no sinks, as many queries as keys. Not in compiled code, which cannot see addresses: those of q, k and v
+    must be multiples of 16, and others are copied."""
 
     backend_type = 'torch_varlen'
     kind = 'native'
@@ -34,6 +35,7 @@ class TorchVarlenBackend(BaseBackend):
     dtypes = (torch.float16, torch.bfloat16)
     min_capability = (8, 0)
     grad = 'backward'
+    traceable = False
     priority = 9
     default_enable = False
     verified = False
