@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fla.layers.cache import Cache, check_cache, check_rows
-from fla.layers.padding import Packing, check_hidden, may_wait
+from fla.layers.checks import check_hidden, check_sizes
+from fla.layers.padding import Packing, may_wait
 from fla.modules.layernorm import RMSNorm
 from fla.modules.rotary import RotaryEmbedding
 from fla.ops.attn import parallel_attn
@@ -31,7 +32,7 @@ class Attention(nn.Module):
         norm_eps: of the norms.
 
     Raises:
-        ValueError: for sizes that do not fit.
+        TypeError, ValueError: for sizes that do not fit.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762; Ainslie et al. 2023, "GQA", arXiv 2305.13245.
     """
@@ -54,11 +55,15 @@ class Attention(nn.Module):
         super().__init__()
         self.hidden_size, self.window_size, self.layer_idx = hidden_size, window_size, layer_idx
         self.num_heads, self.num_kv_heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads
+        check_sizes(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=self.num_kv_heads)
+        if window_size is not None:
+            check_sizes(window_size=window_size)
         if num_heads % self.num_kv_heads:
             raise ValueError(f'num_heads = {num_heads} must be a multiple of num_kv_heads, got {num_kv_heads}')
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f'hidden_size = {hidden_size} must be a multiple of num_heads, got {num_heads}: pass head_dim')
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        check_sizes(head_dim=self.head_dim)
 
         kv_dim = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=qkv_bias)

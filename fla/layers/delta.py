@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fla.layers.cache import Cache, LayerState, check_cache, check_rows
-from fla.layers.padding import Packing, check_hidden
+from fla.layers.checks import check_hidden, check_sizes
+from fla.layers.padding import Packing
+from fla.modules.checks import check_finite
 from fla.modules.convolution import ShortConvolution
 
 
@@ -45,11 +47,16 @@ class DeltaLayer(nn.Module):
             raise ValueError(f"mode must be 'chunk' or 'fused_recurrent', got {mode!r}")
         self.hidden_size, self.mode, self.layer_idx = hidden_size, mode, layer_idx
         self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
+        check_sizes(hidden_size=hidden_size, head_dim=head_dim, num_heads=num_heads, num_v_heads=self.num_v_heads)
+        check_sizes(conv_size=conv_size)
+        check_finite('expand_v', expand_v)
         if self.num_v_heads % num_heads:
             raise ValueError(f'num_v_heads must be a multiple of num_heads = {num_heads}, got {num_v_heads}')
         self.head_k_dim, self.head_v_dim = head_dim, int(head_dim * expand_v)
-        if self.head_v_dim != head_dim * expand_v:
-            raise ValueError(f'expand_v times head_dim = {head_dim} must be whole, got expand_v = {expand_v}')
+        if self.head_v_dim != head_dim * expand_v or self.head_v_dim < 1:
+            raise ValueError(
+                f'expand_v times head_dim = {head_dim} must be a whole number from 1 on, got expand_v = {expand_v}'
+            )
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self.use_short_conv, self.allow_neg_eigval = use_short_conv, allow_neg_eigval
 

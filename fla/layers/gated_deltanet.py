@@ -32,7 +32,7 @@ class GatedDeltaNet(DeltaLayer):
     `g_proj`, `o_proj`, `A_log` `[HV]`, `dt_bias` `[HV]`, `q_conv1d.weight` `[D, 1, W]`, …, `o_norm.weight` `[V]`.
 
     Raises:
-        ValueError: for sizes that do not fit.
+        TypeError, ValueError: for sizes that do not fit.
 
     Source: Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv 2412.06464.
     """

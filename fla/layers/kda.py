@@ -32,7 +32,7 @@ class KimiDeltaAttention(DeltaLayer):
     Checkpoints of Kimi Linear have other names, `f_a_proj`, `f_b_proj`, `g_a_proj` and `g_b_proj`, for the four of low rank.
 
     Raises:
-        ValueError: for sizes that do not fit.
+        TypeError, ValueError: for sizes that do not fit.
 
     Source: Kimi Team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture", arXiv 2510.26692.
     """

@@ -6,30 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fla.ops.backends import check_tensors
-
-
-def check_hidden(
-    hidden_states: torch.Tensor,
-    hidden_size: int,
-    attention_mask: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-) -> None:
-    """hidden_states `[B, T, hidden_size]`, a mask `[B, at least T]`, and not both a mask and `cu_seqlens`."""
-    check_tensors(hidden_states=hidden_states, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
-    if hidden_states.dim() != 3 or hidden_states.shape[2] != hidden_size:
-        raise ValueError(f'hidden_states must be [B, T, {hidden_size}], got {list(hidden_states.shape)}')
-    if attention_mask is None:
-        return
-    if cu_seqlens is not None:
-        raise ValueError('attention_mask is for padded batches and cu_seqlens for packed ones: pass one of them')
-    batch, length = hidden_states.shape[:2]
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
-        raise ValueError(
-            f'attention_mask must be [B, S], 1 for steps and 0 for padding, with B = {batch} and S at least T = {length}, '
-            f'got {list(attention_mask.shape)}'
-        )
-
 
 def may_wait(x: torch.Tensor) -> bool:
     """Whether the host can read what x's device computes: not in compiled code, nor in a CUDA graph capture."""

@@ -1,5 +1,9 @@
 """parallel_attn on a CPU: `reference` and `sdpa`, against the formula one query at a time in float64."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -7,7 +11,7 @@ from fla.ops.attn import naive, parallel_attn
 from fla.ops.attn.backends import sdpa
 from fla.ops.attn.naive import naive_parallel_attn
 from fla.ops.attn.parallel import parallel_attn as same
-from fla.ops.backends import NoBackendError, explain, trace, use_backend
+from fla.ops.backends import NoBackendError, Policy, explain, policy_context, trace, use_backend
 from tests import bounds
 from tests.ops.attn.attention import BF16, FP16, FP32, FP64, bounds_of, check, check_apart, inputs, results
 from tests.ops.vendors import fakes
@@ -168,6 +172,25 @@ def test_the_default_says_what_it_needs():
         parallel_attn(**inputs(dtype=FP32))
 
 
+def test_without_the_dispatcher():
+    """There is the default alone, which says what it needs."""
+    code = """
+import torch
+from fla.ops.attn import parallel_attn
+x = torch.ones(1, 2, 1, 8)
+try:
+    parallel_attn(x, x, x)
+except (RuntimeError, ImportError) as error:
+    assert 'parallel_attn' in str(error) and 'reference' in str(error), error
+else:
+    raise AssertionError('it ran')
+"""
+    environment = {**os.environ, 'FLA_DISABLE_BACKEND_DISPATCH': '1'}
+    environment.pop('TRITON_INTERPRET', None)
+    done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_toggle(monkeypatch):
     monkeypatch.setenv('FLA_SDPA', '0')
     assert explain(parallel_attn, **inputs()).winner == 'reference'
@@ -274,13 +297,44 @@ def test_strides_autocast_compile_and_second_derivatives():
         ({'chunk_indices': torch.zeros(3)}, ValueError, 'chunk_indices must be'),
         ({'q': torch.zeros(2, 1, 4, 8).double(), 'g': torch.zeros(2, 1, 4).double()}, ValueError, 'g needs k to be as long'),
         ({'v': torch.zeros(2, 24, 2, 8, device='meta').double()}, ValueError, "'v' is on meta"),
+        ({'k': torch.zeros(2, 24, 0, 8).double(), 'v': torch.zeros(2, 24, 0, 6).double()}, ValueError, 'k has 0'),
+        ({'q': torch.zeros(2, 24, 4, 0).double()}, ValueError, 'head dim of q must be between 1 and 256, got 0'),
+        ({'v': torch.zeros(2, 24, 2, 0).double()}, ValueError, 'head dim of v must be between 1 and 256, got 0'),
+        ({'v': torch.zeros(2, 24, 2, 257).double()}, ValueError, 'head dim of v must be between 1 and 256, got 257'),
+        ({'k': torch.zeros(3, 24, 2, 8).double()}, ValueError, 'k must have the batch and head dim of q'),
+        ({'v': torch.zeros(2, 24, 2, 6)}, TypeError, 'q, k and v must have one dtype'),
+        ({'window_size': True}, TypeError, 'window_size must be a whole number or None, got bool'),
+        ({'window_size': -3}, ValueError, 'window_size must be at least 1'),
+        ({'scale': True}, TypeError, 'scale must be a number or None, got bool'),
+        (
+            {'sink_bias': torch.zeros(4).half()},
+            TypeError,
+            'sink_bias must be torch.float64 or torch.float32, got torch.float16',
+        ),
+        ({'chunk_indices': torch.zeros(3, 3).int()}, ValueError, r'chunk_indices must be \[chunks, 2\]'),
+        ({'cu_seqlens': [0, 24]}, TypeError, "'cu_seqlens' must be a tensor, got list"),
+        (
+            {'q': torch.zeros(2, 1, 4, 8).double(), 'cu_seqlens': CU},
+            ValueError,
+            'cu_seqlens needs k to be as long as q: q has T = 1, k has 24',
+        ),
         ({'sink': None}, TypeError, 'sink'),
     ],
 )
 def test_bad_calls(change, kind, message):
-    for backend in ('reference', 'sdpa'):
+    """The same error whoever is to serve the call, the default among them, which has no GPU here."""
+    for backend in ('reference', 'sdpa', 'default'):
         with use_backend(backend, op='attn'), pytest.raises(kind, match=message):
             parallel_attn(**{**inputs(), **change})
+
+
+def test_decays_that_grow_are_refused_if_values_are_checked():
+    given = inputs('g')
+    given['g'][0, 3, 1] = 0.5
+    parallel_attn(**given)
+    message = r'g must be at most 0 \(a logarithm of a decay\), got a maximum of 0.5'
+    with policy_context(Policy(check_values=True)), pytest.raises(ValueError, match=message):
+        parallel_attn(**given)
 
 
 @pytest.mark.parametrize('dtype', [FP32, BF16], ids=['fp32', 'bf16'])
