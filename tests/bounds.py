@@ -125,6 +125,33 @@ def of_attention(name: str, operands: torch.dtype, emulated: tuple[float, float]
     return max(rms, 1.5 * emulated[0]), max(row, 1.5 * emulated[1])
 
 
+# Where scores decide nothing (a window of one, a single key), the gradients of q, k, g and sinks are dp - delta = 0 but for
+# rounding: of two sums of V products of normal numbers. In float32 and one product after another each sum is off by
+# 0.3 * 2^-24 * V in the RMS (a rounding by 0.43 * 2^-24 of a partial sum, whose RMS is the root of its length), both and
+# times the scale, V^-1/2, by 4.1e-7 at V = 256. That is to be 1e-5 of what the error is divided by.
+ATTENTION_FLOOR = 4e-2
+
+
+# How far the angles of rotary positions, which are float32, take a layer of the tests from float64: those of 70 steps and
+# heads of 4 are whole numbers or below 1, so off by two roundings of 2^-24 of 1 at most. Scores are, by as much of their
+# size, and what the softmax makes of them, for which 1e-6 leaves a factor of 8.
+TURNED = 1e-6
+
+
+def of_layer(dtype: torch.dtype, turned: bool = False) -> float:
+    """Bound of the relative RMS of what a layer of the tests returns, with rotary positions or not. Six tensors are made and
+    rounded one after the other (projection, convolution, recurrence or attention, gate, norm, output), in half precision
+    each by ROUNDING of it at most; in float32 and float64 the terms of their sums are, as those of a module's."""
+    exact = max(of_module(dtype), TURNED if turned else 0.0)
+    return 6 * ROUNDING[dtype] if dtype in ROUNDING else exact
+
+
+def of_autocast(dtype: torch.dtype) -> float:
+    """Of a layer in float32 that autocast computes in `dtype`: as `of_layer`, and the input, the weights and what a float32
+    recurrence is given are rounded as well."""
+    return of_layer(dtype) + 3 * ROUNDING[dtype]
+
+
 def of_norm(dtype: torch.dtype) -> float:
     """Bound of the relative RMS of what a norm's kernel returns, for the narrowest dtype of a call: sums in float32, where
     rounding a row's terms and sum makes about 1e-7, and results rounded once. A gradient that reads a rounded sum with the

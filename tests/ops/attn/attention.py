@@ -16,12 +16,6 @@ from tests.ops.attn.emulated import emulated
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TENSORS = ('q', 'k', 'v', 'g', 'sink_bias')
 
-# Where scores decide nothing (a window of one, a single key), the gradients of q, k, g and sinks are dp - delta = 0 but for
-# rounding: of two sums of V products of normal numbers. In float32 and one product after another each sum is off by
-# 0.3 * 2^-24 * V in the RMS (a rounding by 0.43 * 2^-24 of a partial sum, whose RMS is the root of its length), both and
-# times the scale, V^-1/2, by 4.1e-7 at V = 256. That is to be 1e-5 of what the error is divided by.
-FLOOR = 4e-2
-
 # seeds of the gradient of o: that of a test, and those that rounding is measured with, it among them
 OWN, DRAWS = 9, (5, 6, 7, 8, 9)
 
@@ -95,7 +89,7 @@ def errors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> E
     steps of a head are one."""
     made = {}
     for name, expected in wanted.items():
-        floor = FLOOR if name in ('dq', 'dk', 'dg', 'dsink_bias') else 0.0
+        floor = bounds.ATTENTION_FLOOR if name in ('dq', 'dk', 'dg', 'dsink_bias') else 0.0
         row = 0.0
         if name in ('o', 'dq', 'dk', 'dv'):
             rows = bounds.in_blocks if expected.shape[-1] < 16 and expected.numel() else torch.Tensor.detach

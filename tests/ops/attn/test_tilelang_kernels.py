@@ -66,7 +66,7 @@ def test_the_normaliser_is_the_default_s(monkeypatch, shapes, lens, window):
     o, lse = launch.attention_forward(q, k, v, lens, 0.1, window)
     wanted, of_default = attention_forward(q, k, v, None, None, lens, 0.1, window)
     assert (lse.shape, lse.dtype) == (of_default.shape, FP32)
-    assert bounds.relative_rms(of_default, lse) < 1e-6
+    assert bounds.relative_rms(of_default, lse) <= bounds.elementwise(FP32)
     assert bounds.relative_rms(wanted, o) < bounds.ROUNDING[BF16]
 
 
