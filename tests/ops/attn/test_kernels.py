@@ -93,6 +93,22 @@ def test_half_companions_strides_and_broadcasts():
     check('default', given)
 
 
+@pytest.mark.parametrize('dtype', [BF16, FP16], ids=['bf16', 'fp16'])
+def test_companions_in_float32(dtype):
+    given = inputs('g', 'sink_bias', dtype=dtype, length=20)
+    given.update(g=given['g'].float(), sink_bias=given['sink_bias'].float())
+    check('default', given)
+    given['g'] = given['g'].to(dtype)  # each its own
+    check('default', given)
+
+
+def test_laid_out_chunks_change_nothing():
+    given = inputs('g', dtype=FP32, batch=1, length=70, heads=2, kv_heads=1)
+    without = results('default', given, cu_seqlens=CU)
+    found = results('default', given, cu_seqlens=CU, chunk_indices=torch.zeros(6, 2, dtype=torch.int32))
+    assert all(torch.equal(x, without[name]) for name, x in found.items())
+
+
 def test_scores_of_minus_infinity():
     """Keys that nothing is left of, a whole block of them, weigh nothing."""
     given = inputs(dtype=BF16, batch=1, length=140, queries=10, heads=1, kv_heads=1)
@@ -187,8 +203,11 @@ def test_operator():
             return parallel_attn.bind(backend='default')(q, k, v, window_size=3)
 
     tensors = [x.detach() for x in (q, k, v)]
-    exported = torch.export.export(Attention(), tuple(tensors)).module()
-    assert torch.equal(exported(*tensors), Attention()(*tensors))
+    exported = torch.export.export(Attention(), tuple(tensors))
+    assert 'fla.parallel_attn.default' in {str(node.target) for node in exported.graph.nodes}
+    assert torch.equal(exported.module()(*tensors), Attention()(*tensors))
+    lens = torch.tensor([0, 4, 9], dtype=torch.int32)
+    torch.library.opcheck(autograd._attention.op, (q, k, v, g, sink, lens, 0.3, 0))
 
 
 def test_second_derivatives_are_refused():

@@ -62,6 +62,31 @@ CASES = {
 }
 
 
+def check_formula(backend, given, **options):
+    """o and all gradients of that backend, of numbers that the formula gets in float64."""
+    given = {n: x.requires_grad_() for n, x in given.items()}
+    exact = {n: x.detach().double().requires_grad_() for n, x in given.items()}
+    with use_backend(backend, op='attn'), trace() as t:
+        o = parallel_attn(**given, **options)
+    assert t.last_backend('attn.parallel_attn') == backend
+    expected = oracle(**exact, **options)
+    assert o.dtype == given['q'].dtype
+    assert o.is_contiguous()
+    weights = torch.randn(o.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+    got = torch.autograd.grad((o.double() * weights).sum(), list(given.values()))
+    wanted = torch.autograd.grad((expected * weights).sum(), list(exact.values()))
+    names = [f'd{name}' for name in given]
+    if backend == 'reference':
+        most = {name: bounds.of_reference(x.dtype) for name, x in zip(['o', *names], [o, *given.values()], strict=True)}
+    else:
+        most = bounds_of({n: x.detach() for n, x in given.items()}, **options)
+    right = dict(zip(names, wanted, strict=True), o=expected.detach())
+    found = dict(zip(names, got, strict=True), o=o.detach())
+    for name, (rms, _) in errors(found, right).items():
+        assert found[name].shape == right[name].shape
+        assert rms <= most[name][0], name
+
+
 @pytest.mark.parametrize('dtype', [FP64, FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize(
     ('case', 'backend'),
@@ -74,27 +99,74 @@ CASES = {
 )
 def test_against_the_formula(case, backend, dtype):
     names, shapes, options = CASES[case]
-    given = {n: x.requires_grad_() for n, x in inputs(*names, dtype=dtype, **shapes).items()}
-    exact = {n: x.detach().double().requires_grad_() for n, x in given.items()}
-    with use_backend(backend, op='attn'), trace() as t:
-        o = parallel_attn(**given, **options)
-    assert t.last_backend('attn.parallel_attn') == backend
-    expected = oracle(**exact, **options)
-    assert o.dtype == dtype
-    assert o.is_contiguous()
-    weights = torch.randn(o.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
-    got = torch.autograd.grad((o.double() * weights).sum(), list(given.values()))
-    wanted = torch.autograd.grad((expected * weights).sum(), list(exact.values()))
-    names = [f'd{name}' for name in given]
-    if backend == 'reference':
-        most = dict.fromkeys(['o', *names], bounds.of_reference(dtype))
-    else:
-        most = bounds_of({n: x.detach() for n, x in given.items()}, **options)
-    right = dict(zip(names, wanted, strict=True), o=expected.detach())
-    found = dict(zip(names, got, strict=True), o=o.detach())
-    for name, (rms, _) in errors(found, right).items():
-        assert found[name].shape == right[name].shape
-        assert rms <= most[name][0], name
+    check_formula(backend, inputs(*names, dtype=dtype, **shapes), **options)
+
+
+@pytest.mark.parametrize('dtype', [FP64, BF16, FP16], ids=str)
+def test_decays_and_sinks_in_float32(dtype):
+    """Whatever q is in; their gradients are in float32, too."""
+    given = inputs('g', 'sink_bias', dtype=dtype)
+    given.update(g=given['g'].float(), sink_bias=given['sink_bias'].float())
+    check_formula('reference', given)
+
+
+@pytest.mark.parametrize('backend', ['reference', 'sdpa'])
+def test_broadcast(backend):
+    """Rows, heads and steps that are the same in memory; of no gradient is one lost or counted twice."""
+    given = inputs(dtype=FP32)
+    wide = {'q': given['q'][:1], 'k': given['k'][:, :, :1], 'v': given['v'][:, :1]}
+    check_formula(backend, {name: x.expand_as(given[name]) for name, x in wide.items()})
+    check_formula(backend, {name: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for name, x in given.items()})
+
+
+@pytest.mark.parametrize(('backend', 'names'), [('reference', ('g', 'sink_bias')), ('sdpa', ())])
+def test_laid_out_chunks_change_nothing(backend, names):
+    given, chunks = inputs(*names, batch=1), torch.tensor([[0, 0], [1, 0], [2, 0], [3, 0]], dtype=torch.int32)
+    without = results(backend, given, cu_seqlens=CU)
+    for laid_out in (chunks, chunks.long()[:, None, 0].repeat(1, 2)):  # they are not looked at
+        found = results(backend, given, cu_seqlens=CU, chunk_indices=laid_out)
+        assert all(torch.equal(x, without[name]) for name, x in found.items())
+
+
+EXPORTED = {
+    'plain': ((), {}, {}),
+    'window, fewer queries': ((), {'queries': 5}, {'window_size': 6}),
+    'packed': ((), {'batch': 1}, {'cu_seqlens': CU}),
+    'decays and sinks': (('g', 'sink_bias'), {}, {'window_size': 6}),
+}
+
+
+@pytest.mark.parametrize(
+    ('case', 'backend'), [(c, b) for c in EXPORTED for b in ('reference', 'sdpa') if b != 'sdpa' or not EXPORTED[c][0]]
+)
+def test_exported(case, backend):
+    """PyTorch's attention is one operator of the program, and the formula several."""
+    names, shapes, options = EXPORTED[case]
+
+    class Attention(torch.nn.Module):
+        def forward(self, **given):
+            return parallel_attn.bind(backend=backend)(**given)
+
+    given = {**inputs(*names, dtype=FP32, **shapes), **options}
+    exported = torch.export.export(Attention(), (), given)
+    operators = {str(node.target) for node in exported.graph.nodes if node.op == 'call_function'}
+    assert ('aten.scaled_dot_product_attention.default' in operators) == (backend == 'sdpa')
+    o = exported.module()(**given)
+    assert bounds.relative_rms(parallel_attn.bind(backend=backend)(**given), o) <= bounds.of_module(FP32)
+
+
+@pytest.mark.parametrize('backend', ['reference', 'sdpa'])
+def test_exported_for_any_length(backend):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return parallel_attn.bind(backend=backend)(q, k, v)
+
+    given, steps = inputs(dtype=FP32), torch.export.Dim('T')
+    exported = torch.export.export(Attention(), (), given, dynamic_shapes={name: {1: steps} for name in given})
+    for length in (24, 9):
+        given = inputs(dtype=FP32, length=length)
+        found = exported.module()(**given)
+        assert bounds.relative_rms(parallel_attn(**given), found) <= bounds.of_compiled(bounds.of_module(FP32))
 
 
 def test_which_backend_runs_and_why():
