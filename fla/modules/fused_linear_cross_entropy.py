@@ -57,15 +57,18 @@ def fused_linear_cross_entropy_loss(
     num_chunks: int = 8,
     reduction: str = 'mean',
 ) -> torch.Tensor:
-    """`cross_entropy_loss(linear(x, weight, bias), target)`, reduced. On a GPU the logits exist for one chunk of rows at a
-    time.
+    """`cross_entropy_loss(linear(x, weight, bias), target)`, reduced. On a GPU the logits of many rows exist for one chunk
+    of rows at a time.
 
     Args:
         x: `[..., D]`, float16, bfloat16, float32 or float64.
         target: `[...]`, int32 or int64, in `[0, V)`; see `cross_entropy_loss`.
         weight: `[V, D]`; bias: `[V]`; the dtype of x, under autocast any. The logits have that dtype (autocast's), too.
         ignore_index, label_smoothing, logit_scale, logit_softcapping: of `cross_entropy_loss`.
-        num_chunks: how many chunks the rows are cut into. More take less memory and, where they get short, more time.
+        num_chunks: how many chunks the rows are cut into at most. More take less memory. A GPU cuts rows no finer than into
+            chunks of 1024, or D / 2 where that is more, as products of fewer wait for memory: the logits at hand are those
+            of max(rows / num_chunks, 1024, D / 2) rows, up to whole tiles of 16. Those of no more rows than one such chunk
+            may be kept for the backward, which writes their gradient beside them.
         reduction: 'mean' over the targets that are not ignored (NaN if all are), 'sum' or 'none'.
 
     Returns:

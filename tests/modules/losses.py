@@ -1,5 +1,6 @@
 """Cross entropies by their definition, in float64 and row by row, and the calls that every implementation is tested with."""
 
+import pytest
 import torch
 
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
@@ -78,6 +79,14 @@ LINEAR = {
         'reduction': 'sum',
     },
 }
+
+
+def cut_finely(monkeypatch):
+    """Few rows go through chunks, as many would."""
+    losses = pytest.importorskip('fla.modules.kernels.losses')
+    monkeypatch.setattr(losses, 'least_rows', lambda D: 1)
+    # nor are logits of one row kept
+    monkeypatch.setattr(losses, 'runs_as_it_is', lambda *tensors: False)
 
 
 def check_linear(options, rows, D, V, dtype, device, bias=True):

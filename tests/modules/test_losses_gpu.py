@@ -9,11 +9,19 @@ from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_lo
 from fla.ops.backends import trace
 from tests import bounds
 
-from .losses import LINEAR, OPTIONS, check_linear, gradients, linear_oracle, oracle
+from .losses import LINEAR, OPTIONS, check_linear, cut_finely, gradients, linear_oracle, oracle
 from .oracle import error, served_by
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=['kept', 'cut'])
+def logits_are(request, monkeypatch):
+    """Kept for the backward, as few rows' are, or cut into chunks."""
+    if request.param == 'cut':
+        cut_finely(monkeypatch)
+    return request.param
 
 
 def on_triton(function, *args, **options):
@@ -65,7 +73,7 @@ def test_more_than_2_31_numbers():
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('reduction', ['mean', 'none'])
-def test_linear(dtype, reduction):
+def test_linear(dtype, reduction, logits_are):
     _, target = case(1000, 5003, dtype)
     x, weight, bias = (torch.randn(*shape, device='cuda') for shape in ((1000, 64), (5003, 64), (5003,)))
     tensors = [(x / 4).to(dtype), weight.to(dtype), bias.to(dtype)]
@@ -81,7 +89,7 @@ def test_linear(dtype, reduction):
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('options', LINEAR.values(), ids=LINEAR)
-def test_arguments_of_the_linear_loss(options, dtype):
+def test_arguments_of_the_linear_loss(options, dtype, logits_are):
     check_linear(options, 300, 256, 5003, dtype, 'cuda')
 
 
@@ -95,7 +103,7 @@ def test_arguments_of_the_linear_loss(options, dtype):
     ],
     ids=str,
 )
-def test_large_linear_losses(rows, D, V, dtype):
+def test_large_linear_losses(rows, D, V, dtype, logits_are):
     for options in (LINEAR['plain'], LINEAR['everything']):
         check_linear(options, rows, D, V, dtype, 'cuda')
 
@@ -109,6 +117,30 @@ def test_logits_never_exist_whole():
     before = torch.cuda.memory_allocated()
     on_triton(fused_linear_cross_entropy_loss, x, target, weight).backward()
     assert torch.cuda.max_memory_allocated() - before < 0.3 * rows * classes * 2
+
+
+@pytest.mark.parametrize('rows', [1024, 1100, 5000])
+def test_logits_of_a_chunk(rows):
+    """Those of 1024 rows, and their gradient beside them, or of one chunk for both; and the weight's gradient, twice at the
+    most. Numbers are right at sizes that nothing patches."""
+    classes, D = 32000, 128
+    # cuBLAS keeps memory from its first product on
+    torch.mm(*torch.randn(2, 64, 64, device='cuda', dtype=torch.bfloat16))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    x = torch.randn(rows, D, device='cuda', dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(classes, D, device='cuda', dtype=torch.bfloat16) / 4).requires_grad_()
+    target = torch.randint(classes, (rows,), device='cuda')
+    loss = on_triton(fused_linear_cross_entropy_loss, x, target, weight)
+    got = torch.autograd.grad(loss, (x, weight))
+    numbers = rows * D * 3 + classes * D * 3
+    assert torch.cuda.max_memory_allocated() - before < 2 * (numbers + (2 if rows <= 1024 else 1) * 1040 * classes) + 2**21
+    exact = [one.detach().double().requires_grad_() for one in (x, weight)]
+    expected = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), target)
+    bound = bounds.of_linear_loss(torch.bfloat16, 2.9)
+    assert error(expected, loss) <= bound
+    for wanted, found in zip(torch.autograd.grad(expected, exact), got, strict=True):
+        assert error(wanted, found) <= bound
 
 
 @served_by('default')

@@ -12,16 +12,25 @@ pytest.importorskip('triton')
 from fla.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss, ShortConvolution
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
-from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, scaled
+from fla.modules.kernels import losses as linear
+from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, reduced, scaled
 from fla.ops.backends import trace
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
 
-from .losses import LINEAR, OPTIONS, check_linear, gradients, linear_oracle, oracle, targets
+from .losses import LINEAR, OPTIONS, check_linear, cut_finely, gradients, linear_oracle, oracle, targets
 from .oracle import error, served_by, tensor
 from .test_losses import check_ignored_rows, check_targets_that_are_none
 
 KERNEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=['kept', 'cut'])
+def logits_are(request, monkeypatch):
+    """Kept for the backward, as few rows' are, or cut into chunks."""
+    if request.param == 'cut':
+        cut_finely(monkeypatch)
+    return request.param
 
 
 def on_triton(function, *args, **options):
@@ -196,7 +205,7 @@ def test_in_place_beside_a_checkpoint():
 @pytest.mark.parametrize('dtype', KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize('reduction', ['mean', 'sum', 'none'])
-def test_linear(dtype, options, reduction):
+def test_linear(dtype, options, reduction, logits_are):
     tensors = [tensor(2, 27, 12, dtype=dtype), tensor(37, 12, dtype=dtype), tensor(37, dtype=dtype)]
     target = targets(54, 37, [3, 4, 40], options.get('ignore_index', -100)).reshape(2, 27)
     given, exact = [t.clone().requires_grad_() for t in tensors], [t.double().requires_grad_() for t in tensors]
@@ -215,19 +224,19 @@ def test_linear(dtype, options, reduction):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize('options', LINEAR.values(), ids=LINEAR)
-def test_linear_of_many_classes(options):
+def test_linear_of_many_classes(options, logits_are):
     check_linear(options, 40, 200, 9001, torch.float32, 'cpu')
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(('rows', 'D', 'V'), [(1, 12, 37), (9, 1, 37), (9, 300, 2), (1, 1, 3)])
-def test_linear_of_one(rows, D, V):
+def test_linear_of_one(rows, D, V, logits_are):
     check_linear({}, rows, D, V, torch.float32, 'cpu', bias=False)
     check_linear({'reduction': 'none'}, rows, D, V, torch.float32, 'cpu')
 
 
 @pytest.mark.interpreted
-def test_linear_strided_and_broadcast():
+def test_linear_strided_and_broadcast(logits_are):
     """Views of x and weight, and a row that all share."""
     x, weight, target = tensor(12, 54, dtype=torch.float32), tensor(6, 37, dtype=torch.float32).t(), targets(9, 37, [3])
     bias = tensor(74, dtype=torch.float32)[::2]
@@ -244,7 +253,7 @@ def test_linear_strided_and_broadcast():
 @pytest.mark.interpreted
 @pytest.mark.parametrize('needed', [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize('num_chunks', [1, 8, 100])
-def test_linear_computes_what_is_asked_for(needed, num_chunks):
+def test_linear_computes_what_is_asked_for(needed, num_chunks, logits_are):
     x, weight, target = torch.randn(50, 6), torch.randn(20, 6), targets(50, 20, [7])
     exact = [t.double().requires_grad_(need) for t, need in zip((x, weight), needed, strict=True)]
     given = [t.clone().requires_grad_(need) for t, need in zip((x, weight), needed, strict=True)]
@@ -262,7 +271,7 @@ def test_linear_computes_what_is_asked_for(needed, num_chunks):
 
 
 @pytest.mark.interpreted
-def test_linear_of_nothing_and_of_ignored_rows():
+def test_linear_of_nothing_and_of_ignored_rows(logits_are):
     x, weight = torch.randn(0, 6, requires_grad=True), torch.randn(20, 6, requires_grad=True)
     on_triton(fused_linear_cross_entropy_loss, x, targets(0, 20), weight, reduction='sum').backward()
     assert not weight.grad.any()
@@ -271,8 +280,94 @@ def test_linear_of_nothing_and_of_ignored_rows():
     assert loss.isnan()
 
 
+@pytest.mark.parametrize('count', [0, 1, 600, 1024, 1025, 1500, 8192, 8193, 100_000])
+@pytest.mark.parametrize('D', [64, 4096])
+@pytest.mark.parametrize('num_chunks', [1, 3, 8, 1000])
+def test_chunks(count, D, num_chunks):
+    """No more than asked for, of about one size, and none larger than it must be."""
+    rows, floor = linear.rows_of_chunk(count, D, num_chunks), linear.least_rows(D)
+    assert floor == {64: 1024, 4096: 2048}[D]
+    assert rows % 16 == 0
+    sizes = [min(rows, count - start) for start in range(0, count, max(rows, 1))]
+    assert len(sizes) <= num_chunks
+    assert rows < max(count / num_chunks, floor) + 16
+    assert len(sizes) <= 1 or rows > floor / 2
+
+
+def launched(monkeypatch, call):
+    """Rows of each product of logits and each launch of a call, and how many rows of logits there was memory for."""
+    found = []
+
+    def spy(name, rows):
+        original = getattr(linear, name)
+
+        def seen(*args, **options):
+            found.append((name, rows(*args)))
+            return original(*args, **options)
+
+        monkeypatch.setattr(linear, name, seen)
+
+    spy('_product', lambda x, *_: x.shape[0])
+    spy('launch_forward', lambda logits, *_: logits.shape[0])
+    spy('launch_backward', lambda logits, *_: logits.shape[0])
+    spy('_buffer', lambda rows, *_: rows)
+    spy('scaled', lambda *_: 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    products = sum(one.count for one in profile.key_averages() if one.key in ('aten::mm', 'aten::addmm', 'aten::addmm_'))
+    return found, products
+
+
 @pytest.mark.interpreted
-def test_a_small_gradient_survives_float16():
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize('reduction', ['mean', 'none'])
+def test_few_rows_are_one_chunk(monkeypatch, dtype, reduction):
+    """Three products, and nothing is computed again or scaled, whatever `num_chunks` says."""
+    x, weight = (torch.randn(*shape).to(dtype).requires_grad_() for shape in ((128, 4), (6, 4)))
+
+    def call():
+        loss = on_triton(fused_linear_cross_entropy_loss, x, targets(128, 6), weight, reduction=reduction)
+        torch.autograd.grad(loss.sum(), (x, weight))
+
+    found, products = launched(monkeypatch, call)
+    names = ['_buffer', '_product', 'launch_forward', '_buffer', 'launch_backward']
+    assert found == [(name, 128) for name in names]
+    assert products == 3
+
+
+@pytest.mark.interpreted
+def test_many_rows_are_cut(monkeypatch):
+    """Numbers across chunks, with the memory of one."""
+    x, weight, target = torch.randn(3300, 4), torch.randn(6, 4), targets(3300, 6, [0, 2000])
+    given, exact = ([t.to(dtype).requires_grad_() for t in (x, weight)] for dtype in (torch.float32, torch.float64))
+
+    def call():
+        loss = on_triton(fused_linear_cross_entropy_loss, given[0], target, given[1], num_chunks=3)
+        expected = linear_oracle(exact[0], target, exact[1])
+        assert error(expected, loss) <= bounds.EXACT[torch.float32]
+        for wanted, got in zip(torch.autograd.grad(expected, exact), torch.autograd.grad(loss, given), strict=True):
+            assert error(wanted, got) <= bounds.EXACT[torch.float32]
+
+    found, _ = launched(monkeypatch, call)
+    chunks = [(name, rows) for rows in (1104, 1104, 1092) for name in ('_product', 'launch_forward', 'launch_backward')]
+    assert found == [('_buffer', 1104), *chunks, ('scaled', 0), ('scaled', 0)]
+
+
+@pytest.mark.interpreted
+def test_reduced():
+    """Over more rows than a program holds at a time, any strides, and an `ignore_index` that the targets' dtype has not."""
+    for count in (0, 1, 2048, 5000):
+        losses, target = torch.rand(count), targets(2 * count, 9)[::2]
+        for one, ignored in ((target, 3), (target.int(), 2**40)):
+            counted = (target != ignored).sum()
+            for reduction, expected in (('sum', losses.double().sum()), ('mean', losses.double().sum() / counted)):
+                loss, share = reduced(losses, one, ignored, reduction)
+                torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0, equal_nan=True)
+                torch.testing.assert_close(share, 1 / counted.float() if reduction == 'mean' else torch.ones(()))
+
+
+@pytest.mark.interpreted
+def test_a_small_gradient_survives_float16(logits_are):
     """A loss scaler multiplies the loss, so that gradients of logits do not vanish: 1e-7 here, times 2^12."""
     x, weight, target = torch.randn(16, 4).half(), (torch.randn(3000, 4) / 8).half(), targets(16, 3000)
     exact = [t.double().requires_grad_() for t in (x, weight)]
@@ -285,7 +380,7 @@ def test_a_small_gradient_survives_float16():
 
 
 @pytest.mark.interpreted
-def test_linear_under_autocast():
+def test_linear_under_autocast(logits_are):
     x, weight, target = torch.randn(20, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True), targets(20, 30)
     with torch.autocast('cpu', torch.bfloat16):
         loss = on_triton(fused_linear_cross_entropy_loss, x, target, weight)
@@ -350,10 +445,14 @@ def test_exported():
 
 @pytest.mark.interpreted
 @served_by('default')
-def test_once_only():
+def test_once_only(logits_are):
     logits, target = torch.randn(4, 10, requires_grad=True), targets(4, 10)
     with pytest.raises(RuntimeError, match='create_graph=True reached the backward of fla::cross_entropy_loss'):
         torch.autograd.grad(cross_entropy_loss(logits, target)[0].sum(), logits, create_graph=True)
+    x, weight = torch.randn(4, 3, requires_grad=True), torch.randn(10, 3, requires_grad=True)
+    loss = fused_linear_cross_entropy_loss(x, target, weight)
+    with pytest.raises(RuntimeError, match=r'create_graph=True reached the backward of .*fused_linear_cross_entropy_loss'):
+        torch.autograd.grad(loss, x, create_graph=True)
 
 
 @pytest.mark.triton
@@ -368,6 +467,8 @@ def test_compiles(capability, classes, dtype):
             launch_forward(logits, target, options, partial=True)
             launch_backward(logits, target, losses, losses, losses, logits, options)
         scaled(logits, losses[0])
+        reduced(losses, target, -100, 'sum')
+        reduced(losses, target.int(), -100, 'mean')
     print(*compiled, sep='\n')
     assert all(one.spilled <= 16 for one in compiled)
     # a product that is rounded only after the maximum was subtracted is not that of which it is the maximum

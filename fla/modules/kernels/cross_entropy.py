@@ -6,6 +6,7 @@ log s, apart: their sum would round away what is left of logits of a few hundred
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,6 +172,25 @@ def _scaled(x, factor, y, count, BLOCK: tl.constexpr):
     tl.store(y + at, values.to(y.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=['target_row', 'count', 'ignore_index'])
+def _reduced(losses, target, loss, share, target_row, count, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (1,): the sum of `[count]`, or the mean over targets that are not ignored; and what a loss counts in it."""
+    total = tl.zeros([BLOCK], tl.float32)
+    counted = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, BLOCK):
+        row = start + tl.arange(0, BLOCK).to(tl.int64)
+        inside = row < count
+        total += tl.load(losses + row, mask=inside, other=0.0)
+        if MEAN:
+            wanted = tl.load(target + row * target_row, mask=inside, other=0).to(tl.int64)
+            counted += (inside & (wanted != ignore_index)).to(tl.int32)
+    of_each = 1.0
+    if MEAN:
+        of_each = 1.0 / tl.sum(counted).to(tl.float32)
+    tl.store(loss, tl.sum(total) * of_each)
+    tl.store(share, of_each)
+
+
 # x scale - m in one operation is not 0 for the maximum m, which was rounded: a row without doubt would have a loss.
 _ROUNDED = {'enable_fp_fusion': False}
 
@@ -204,11 +224,18 @@ def _block(V: int, most: int) -> tuple[int, int]:
 
 
 def launch_forward(
-    logits: torch.Tensor, target: torch.Tensor, options: Options, partial: bool = False
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    options: Options,
+    partial: bool = False,
+    out: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """losses, z_losses, maximum, log_sum, each float32 `[N]`; see `_forward`. The logits are `in_rows`."""
+    """losses, z_losses, maximum, log_sum, each float32 `[N]`, or written into `out`; see `_forward`. The logits are
+    `in_rows`."""
     count, V = logits.shape
-    losses, z_losses, maximum, log_sum = (torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(4))
+    if out is None:
+        out = [torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(4)]
+    losses, z_losses, maximum, log_sum = out
     if count:
         block, warps = _block(V, 8192)
         with on_device_of(logits):
@@ -246,6 +273,20 @@ def launch_backward(
             num_warps=warps,
             **_ROUNDED,
         )
+
+
+def reduced(
+    losses: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 'mean' or 'sum' of contiguous losses, which are 0 where the target is ignored, and what one of them counts in it:
+    float32 numbers."""
+    loss, share = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
+    with on_device_of(losses):
+        _reduced[(1,)](
+            *(losses, target, loss, share, target.stride(0), losses.shape[0], ignore_index, reduction == 'mean', 2048),
+            num_warps=8,
+        )
+    return loss, share
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

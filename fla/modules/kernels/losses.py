@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from fla.modules.checks import require, under_autocast
-from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, scaled
+from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, reduced, scaled
 from fla.ops.backends.opaque import opaque, runs_as_it_is
 from fla.ops.common.triton_call import DEVICES, in_rows
 
@@ -199,6 +199,78 @@ def cross_entropy(
     return losses, z_losses
 
 
+# Beside logits, each chunk reads the weight twice, and reads and writes its gradient: 8 V D bytes of 16-bit numbers, for
+# 6 V D operations a row. GPUs do 170 to 280 operations while they move a byte, so that products take the time from about 400
+# rows on, and at 1024 hide most of the traffic. Logits of D / 2 rows are half of the weight: to cut them saves little.
+LEAST_ROWS = 1024
+
+
+def least_rows(D: int) -> int:
+    """So many rows are not cut into chunks."""
+    return max(LEAST_ROWS, D // 32 * 16)
+
+
+def rows_of_chunk(count: int, D: int, num_chunks: int) -> int:
+    """Of `count` rows in at most so many chunks of about one size, in whole tiles of a product."""
+    chunks = max(1, min(num_chunks, -(-count // least_rows(D))))
+    return -(-count // (16 * chunks)) * 16
+
+
+def _buffer(rows: int, V: int, like: torch.Tensor) -> torch.Tensor:
+    """For logits `[rows, V]`, rows of which begin at multiples of 16 bytes."""
+    return torch.empty((rows, -(-V // 8) * 8), dtype=like.dtype, device=like.device)[:, :V]
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+class _OneChunk(torch.autograd.Function):
+    """Few rows in eager code: their logits are kept for the backward, which has nothing to compute again or to scale."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        options: Options,
+        reduction: str,
+    ) -> torch.Tensor:
+        logits = _buffer(x.shape[0], weight.shape[0], x)
+        _product(x, weight, bias, logits)
+        losses, _, maximum, log_sum = launch_forward(logits, target, options)
+        loss, share = (losses, None) if reduction == 'none' else reduced(losses, target, options.ignore_index, reduction)
+        ctx.save_for_backward(x, target, weight, logits, maximum, log_sum, share)
+        ctx.options = options
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                'create_graph=True reached the backward of fused_linear_cross_entropy_loss, which has no derivative of its '
+                'own; use the backend `reference` for double backward'
+            )
+        x, target, weight, logits, maximum, log_sum, share = ctx.saved_tensors
+        dlosses = dloss if share is None else (dloss * share).expand(target.shape)
+        dlogits = _buffer(logits.shape[0], logits.shape[1], logits)
+        launch_backward(logits, target, maximum, log_sum, dlosses, dlogits, ctx.options)
+        dx, _, dweight, dbias, *_ = ctx.needs_input_grad
+        return (
+            torch.mm(dlogits, weight) if dx else None,
+            None,
+            torch.mm(dlogits.t(), x) if dweight else None,
+            dlogits.sum(0, dtype=torch.float32).to(x.dtype) if dbias else None,
+            None,
+            None,
+        )
+
+
 def _linear(
     x: torch.Tensor,
     target: torch.Tensor,
@@ -206,10 +278,11 @@ def _linear(
     bias: torch.Tensor | None,
     options: Options,
     num_chunks: int,
-    dlosses: torch.Tensor,
+    dlosses: torch.Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Losses `[N]`, and the gradients of x, weight and bias that are wanted, for gradients `dlosses` of the losses.
+    """Losses `[N]`, and the gradients of x, weight and bias that are wanted, for gradients `dlosses` of the losses, 1 each
+    without.
 
     One buffer holds the logits of a chunk of rows, then their gradients. The gradient of the weight grows chunk by chunk in
     the weight's dtype: it is rounded once a chunk, which is no more than the rounding of the logits does to it, and in
@@ -219,37 +292,26 @@ def _linear(
     dx = torch.empty((count, D), dtype=x.dtype, device=x.device) if wanted[0] else None
     dweight = x.new_empty((V, D)) if wanted[1] and count else x.new_zeros((V, D)) if wanted[1] else None
     dbias = torch.zeros(V, dtype=torch.float32, device=x.device) if wanted[2] else None
-    # whole tiles of a product, and rows that begin at multiples of 16 bytes
-    rows = -(-count // (16 * num_chunks)) * 16
-    buffer = torch.empty((min(rows, count), -(-V // 8) * 8), dtype=x.dtype, device=x.device)
-    losses = []
+    if dlosses is None:
+        dlosses = torch.ones((), dtype=torch.float32, device=x.device).expand(count)
+    rows = rows_of_chunk(count, D, num_chunks)
+    buffer = _buffer(min(rows, count), V, x)
+    kept = torch.empty((4, -(-count // 16) * 16), dtype=torch.float32, device=x.device)[:, :count]
     for start in range(0, count, max(rows, 1)):
         part = slice(start, min(start + rows, count))
-        logits = buffer[: part.stop - part.start, :V]
-        if bias is None:
-            torch.mm(x[part], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, x[part], weight.t(), out=logits)
-        loss, _, maximum, log_sum = launch_forward(logits, target[part], options)
-        losses.append(loss)
+        x_part, target_part, logits = x[part], target[part], buffer[: part.stop - part.start]
+        _product(x_part, weight, bias, logits)
+        _, _, maximum, log_sum = launch_forward(logits, target_part, options, out=kept[:, part].unbind())
         if not any(wanted):
             continue
-        launch_backward(logits, target[part], maximum, log_sum, dlosses[part], logits, options)
+        launch_backward(logits, target_part, maximum, log_sum, dlosses[part], logits, options)
         if dx is not None:
             torch.mm(logits, weight, out=dx[part])
         if dweight is not None:
-            dweight.addmm_(logits.t(), x[part], beta=1 if start else 0)
+            dweight.addmm_(logits.t(), x_part, beta=1 if start else 0)
         if dbias is not None:
             dbias += logits.sum(0, dtype=torch.float32)
-    total = torch.cat(losses) if losses else dlosses.new_empty(0)
-    return total, dx, dweight, dbias if dbias is None else dbias.to(x.dtype)
-
-
-def _share(target: torch.Tensor, ignore_index: int, reduction: str) -> torch.Tensor:
-    """What a loss counts in the reduced one."""
-    if reduction == 'mean':
-        return 1.0 / (target != ignore_index).sum(dtype=torch.float32)
-    return torch.ones((), dtype=torch.float32, device=target.device)
+    return kept[0], dx, dweight, dbias if dbias is None else dbias.to(x.dtype)
 
 
 def _linear_forward(
@@ -269,10 +331,10 @@ def _linear_forward(
     dbias_now: bool,
 ) -> Any:
     numbers = (label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index)
-    options, share = _options(*numbers, weight.shape[0], None), _share(target, ignore_index, reduction)
-    wanted = (dx_now, dweight_now, dbias_now)
-    losses, *gradients = _linear(x, target, weight, bias, options, num_chunks, share.expand(target.shape), wanted)
-    return (losses if reduction == 'none' else losses.sum() * share, *gradients)
+    options, wanted = _options(*numbers, weight.shape[0], None), (dx_now, dweight_now, dbias_now)
+    losses, *gradients = _linear(x, target, weight, bias, options, num_chunks, None, wanted)
+    loss, share = (losses, None) if reduction == 'none' else reduced(losses, target, ignore_index, reduction)
+    return loss, share, *gradients
 
 
 def _linear_fake(
@@ -292,11 +354,12 @@ def _linear_fake(
     dbias_now: bool,
 ) -> Any:
     loss = x.new_empty(target.shape if reduction == 'none' else (), dtype=torch.float32)
+    share = None if reduction == 'none' else torch.empty_like(loss)
     gradients = (
         one.new_empty(one.shape) if now and one is not None else None
         for one, now in ((x, dx_now), (weight, dweight_now), (bias, dbias_now))
     )
-    return loss, *gradients
+    return loss, share, *gradients
 
 
 def _linear_backward(
@@ -310,7 +373,7 @@ def _linear_backward(
     logit_softcapping: float,
     ignore_index: int,
     num_chunks: int,
-    reduction: str,
+    share: torch.Tensor | None,
     dx: torch.Tensor | None,
     dweight: torch.Tensor | None,
     dbias: torch.Tensor | None,
@@ -320,9 +383,10 @@ def _linear_backward(
     kept = (dx, dweight, dbias)
     missing = [need and one is None for need, one in zip(needs_input_grad, kept, strict=True)]
     made: Sequence[torch.Tensor | None] = kept
+    dloss = dloss if share is None else dloss * share
     if any(missing):
         numbers = (label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index)
-        dlosses = (dloss.float() * _share(target, ignore_index, reduction)).expand(target.shape)
+        dlosses = dloss.expand(target.shape)
         options = _options(*numbers, weight.shape[0], None)
         _, *made = _linear(x, target, weight, bias, options, num_chunks, dlosses, missing)
     gradients = []
@@ -335,13 +399,13 @@ _linear_cross_entropy = opaque(
     'fla::fused_linear_cross_entropy_loss',
     schema=(
         f'(Tensor x, Tensor target, Tensor weight, Tensor? bias, {_NUMBERS}, int num_chunks, str reduction, bool dx_now, '
-        'bool dweight_now, bool dbias_now) -> (Tensor loss, Tensor? dx, Tensor? dweight, Tensor? dbias)'
+        'bool dweight_now, bool dbias_now) -> (Tensor loss, Tensor? share, Tensor? dx, Tensor? dweight, Tensor? dbias)'
     ),
     forward=_linear_forward,
     fake=_linear_fake,
     backward=_linear_backward,
     grads=('x', 'weight', 'bias'),
-    intermediates=('dx', 'dweight', 'dbias'),
+    intermediates=('share', 'dx', 'dweight', 'dbias'),
     devices=DEVICES,
 )
 
@@ -361,22 +425,24 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`fused_linear_cross_entropy_loss` on Triton.
 
-    Gradients are computed in the forward, while the logits are at hand: three products rather than four. Not where the
-    gradient of the loss is not one number, and not in float16: most gradients of logits are too small for it, until the
-    backward brings the factor of a loss scaler.
+    Of more rows than one chunk, gradients are computed in the forward, while the logits are at hand: three products rather
+    than four. Not where the gradient of the loss is not one number, and not in float16: most gradients of logits are too
+    small for it, until the backward brings the factor of a loss scaler.
     """
     require('fused_linear_cross_entropy_loss', x=x, target=target, weight=weight)
     if under_autocast(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    now = torch.is_grad_enabled() and reduction != 'none' and x.dtype != torch.float16
     cap = 0.0 if logit_softcapping is None else float(logit_softcapping)
-    loss: torch.Tensor = _linear_cross_entropy(
-        x.flatten(0, -2),
-        target.reshape(-1),
-        weight,
-        bias,
-        *(float(label_smoothing), float(logit_scale), 0.0, cap, ignore_index, num_chunks, reduction),
-        *(now and one is not None and one.requires_grad for one in (x, weight, bias)),
-    )
+    numbers = (float(label_smoothing), float(logit_scale), 0.0, cap, ignore_index)
+    rows, targets = x.flatten(0, -2), target.reshape(-1)
+    loss: torch.Tensor
+    # not in compiled code, where the number of rows may be any
+    if runs_as_it_is(x, target, weight, bias) and rows.shape[0] <= least_rows(x.shape[-1]):
+        options = _options(*numbers, weight.shape[0], None)
+        loss = _OneChunk.apply(rows, targets, weight, bias, options, reduction)
+    else:
+        now = torch.is_grad_enabled() and reduction != 'none' and x.dtype != torch.float16
+        wanted = (now and one is not None and one.requires_grad for one in (x, weight, bias))
+        loss = _linear_cross_entropy(rows, targets, weight, bias, *numbers, num_chunks, reduction, *wanted)
     return loss.reshape(target.shape) if reduction == 'none' else loss
