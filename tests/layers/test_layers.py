@@ -127,7 +127,10 @@ def bound(name):
 @pytest.mark.parametrize('name', LAYERS)
 def test_against_the_formula(name):
     layer, x = make(name), hidden(2, 70)
-    o, weights, cache = layer(x)
+    with trace() as recorded:
+        o, weights, cache = layer(x)
+    # of softmax attention PyTorch's own
+    assert {backend for _, backend in recorded.counters} <= {'reference', 'sdpa'}
     assert weights is None
     assert cache is None
     assert error(oracle(name, layer, x), o) < bound(name)
@@ -218,17 +221,52 @@ def test_padded_generation(name, side):
         assert error(whole[n:], torch.cat(pieces, 1)[b]) < bound(name)
 
 
+def exact_gradients(name, x, weights, spans=None):
+    """By the formula, of x and all parameters, for that gradient of the output; of sequences that lie in those spans."""
+    layer = make(name)
+    # the oracle reads detached parameters: put those that require grad in their place
+    parameters = dict(layer.named_parameters())
+    layer.named_parameters = lambda: [(n, _Undetached(p)) for n, p in parameters.items()]
+    o = torch.cat([oracle(name, layer, x[:, a:b]) for a, b in spans or [(0, x.shape[1])]], 1)
+    found = torch.autograd.grad((o * weights).sum(), [x, *parameters.values()])
+    return dict(zip(['x', *parameters], found, strict=True))
+
+
+def check_gradients(name, layer, o, x, weights, spans=None):
+    expected = exact_gradients(name, x, weights, spans)
+    mine = torch.autograd.grad((o * weights).sum(), [x, *layer.parameters()])
+    for (label, a), b in zip(expected.items(), mine, strict=True):
+        assert error(a, b) < bounds.of_gradient(bound(name)), label
+
+
 @pytest.mark.parametrize('name', LAYERS)
 def test_gradients(name):
     layer, x = make(name), hidden(1, 6).requires_grad_()
-    weights = hidden(1, 6, seed=5)
-    mine = torch.autograd.grad((layer(x)[0] * weights).sum(), [x, *layer.parameters()])
-    other = make(name)
-    # the oracle reads detached parameters: put those that require grad in their place
-    parameters = dict(other.named_parameters())
-    other.named_parameters = lambda: [(n, _Undetached(p)) for n, p in parameters.items()]
-    expected = torch.autograd.grad((oracle(name, other, x) * weights).sum(), [x, *parameters.values()])
-    for label, a, b in zip(['x', *parameters], expected, mine, strict=True):
+    check_gradients(name, layer, layer(x)[0], x, hidden(1, 6, seed=5))
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_gradients_of_packed_sequences(name):
+    layer, x = make(name), hidden(1, 11).requires_grad_()
+    o = layer(x, cu_seqlens=torch.tensor([0, 3, 3, 4, 11]))[0]
+    check_gradients(name, layer, o, x, hidden(1, 11, seed=5), [(0, 3), (3, 4), (4, 11)])
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_gradients_of_padded_sequences(name):
+    """Those of the steps alone, also where padding is no number and something is said of its output."""
+    layer, x = make(name), hidden(1, 9).requires_grad_()
+    kept = torch.tensor([0, 0, 1, 1, 0, 1, 1, 1, 0]).bool()
+    given = torch.full((2, 9, HIDDEN), torch.nan, dtype=torch.float64)
+    given = given.index_put((torch.tensor(0), kept.nonzero()[:, 0]), x[0, :5]).index_put((torch.tensor(1),), x[0])
+    mask = torch.stack([kept, torch.ones(9).bool()])
+    o, weights = layer(given, attention_mask=mask)[0], hidden(2, 9, seed=5)
+    mine = torch.autograd.grad((o * weights).sum(), [x, *layer.parameters()])
+    whole = exact_gradients(name, x, weights[1:])
+    part = exact_gradients(name, x[:, :5], weights[:1, kept])
+    expected = {label: whole[label] + part[label] for label in whole if label != 'x'}
+    expected = {'x': whole['x'] + F.pad(part['x'], (0, 0, 0, 4)), **expected}
+    for (label, a), b in zip(expected.items(), mine, strict=True):
         assert error(a, b) < bounds.of_gradient(bound(name)), label
 
 
@@ -262,39 +300,30 @@ def test_compile_and_autocast(name):
     assert error(expected, o) < bounds.of_autocast(torch.bfloat16)
 
 
-def test_names_in_checkpoints():
-    shapes = {n: tuple(p.shape) for n, p in make('gdn').state_dict().items()}
-    assert shapes == {
-        **{f'{n}_proj.weight': (8, 12) for n in 'qk'},
-        **{f'{n}_proj.weight': (32, 12) for n in 'vg'},
-        **{f'{n}_proj.weight': (4, 12) for n in 'ab'},
-        **{f'{n}_conv1d.weight': (d, 1, 4) for n, d in (('q', 8), ('k', 8), ('v', 32))},
-        'o_proj.weight': (12, 32),
-        'o_norm.weight': (8,),
-        'A_log': (4,),
-        'dt_bias': (4,),
-    }
-    shapes = {n: tuple(p.shape) for n, p in make('kda').state_dict().items()}
-    assert shapes == {
-        **{f'{n}_proj.weight': (8, 12) for n in 'qk'},
-        'v_proj.weight': (16, 12),
-        'b_proj.weight': (4, 12),
-        **{f'{n}_proj.0.weight': (4, 12) for n in 'fg'},
-        **{f'{n}_proj.1.weight': (16, 4) for n in 'fg'},
-        'g_proj.1.bias': (16,),
-        **{f'{n}_conv1d.weight': (d, 1, 4) for n, d in (('q', 8), ('k', 8), ('v', 16))},
-        'o_proj.weight': (12, 16),
-        'o_norm.weight': (4,),
-        'A_log': (4,),
-        'dt_bias': (16,),
-    }
-    names = set(make('attn window').state_dict())
-    assert names == {
-        *(f'{n}_proj.{part}' for n in 'qkv' for part in ('weight', 'bias')),
-        'o_proj.weight',
-        'q_norm.weight',
-        'k_norm.weight',
-    }
+@pytest.mark.parametrize('dynamic', [False, True])
+@pytest.mark.parametrize('name', ['gdn', 'kda', 'attn window'])
+def test_compiled_packed_sequences(name, dynamic):
+    layer, x = make(name, torch.float32), hidden(1, 11, dtype=torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend='aot_eager', dynamic=dynamic)
+    with torch.no_grad():
+        for lens in ([0, 3, 3, 4, 11], [0, 5, 11, 11, 11]):
+            lens = torch.tensor(lens)
+            o = compiled(x, cu_seqlens=lens)[0]
+            assert error(layer(x, cu_seqlens=lens)[0], o) < bounds.of_compiled(bounds.of_layer(torch.float32))
+
+
+@pytest.mark.parametrize('name', ['gdn', 'kda conv bias'])
+def test_compiled_generation_of_packed_sequences(name):
+    """A step of each sequence, and some steps, which the convolutions serve in another way."""
+    layer, x = make(name, torch.float32), hidden(1, 9, dtype=torch.float32)
+    start, limit = torch.tensor([0, 2, 2, 9]), bounds.of_compiled(bounds.of_layer(torch.float32))
+    with torch.no_grad():
+        caches = [layer(x, use_cache=True, cu_seqlens=start)[2] for _ in range(2)]
+        for lens in ([0, 1, 4, 5], [0, 1, 2, 3]):
+            more, lens = hidden(1, lens[-1], dtype=torch.float32, seed=2), torch.tensor(lens)
+            compiled = torch.compile(layer, fullgraph=True, backend='aot_eager')
+            o = compiled(more, past_key_values=caches[0], cu_seqlens=lens)[0]
+            assert error(layer(more, past_key_values=caches[1], cu_seqlens=lens)[0], o) < limit
 
 
 def test_arguments_of_flash_linear_attention():

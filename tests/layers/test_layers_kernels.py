@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
-from fla.ops.backends import trace
+from fla.ops.backends import trace, use_backend
 from tests import bounds
 
 from .test_layers import LAYERS, RECURRENT, error, hidden, make, oracle
@@ -45,6 +45,46 @@ def test_against_the_formula(name):
     weights = hidden(*o.shape[:2], seed=5)
     (dx,), (right_dx,) = torch.autograd.grad((o * weights).sum(), x), torch.autograd.grad((right * weights).sum(), wide)
     assert error(right_dx, dx) < BOUND
+
+
+SPANS = [(0, 3), (3, 4), (4, 11)]
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_packed_and_padded_sequences(name):
+    """With attention's own kernels, which a CPU does not choose, and gradients."""
+    layer, x = make(name, FP32), hidden(1, 11, dtype=FP32).requires_grad_()
+    exact, wide = make(name, FP32).double(), x.detach().double().requires_grad_()
+    right = torch.cat([oracle(name, exact, wide[:, a:b]) for a, b in SPANS], 1)
+    with use_backend('default', op='attn'), trace() as recorded:
+        o = layer(x, cu_seqlens=torch.tensor([0, 3, 3, 4, 11]))[0]
+    assert set(served(recorded).values()) == {'default'}
+    assert error(right, o) < BOUND
+    weights = hidden(1, 11, seed=5)
+    (dx,), (right_dx,) = torch.autograd.grad((o * weights).sum(), x), torch.autograd.grad((right * weights).sum(), wide)
+    assert error(right_dx, dx) < BOUND
+    mask = torch.zeros(3, 9)
+    for row, (a, b) in zip(mask, SPANS, strict=True):
+        row[2 : 2 + b - a] = 1
+    padded = x.new_full((3, 9, x.shape[2]), torch.nan)
+    padded[mask.bool()] = x[0].detach()
+    with use_backend('default', op='attn'), trace() as recorded:
+        found = layer(padded, attention_mask=mask)[0]
+    assert set(served(recorded).values()) == {'default'}
+    assert error(right[0], found[mask.bool()]) < BOUND
+    assert not found[mask == 0].any()
+
+
+@pytest.mark.parametrize('name', [name for name in LAYERS if 'attn' in name])
+def test_generation_of_attention(name):
+    """As below; a step attends by the kernel for few queries."""
+    layer, x = make(name, FP32), hidden(2, 9, dtype=FP32)
+    right = oracle(name, make(name, FP32).double(), x.double())
+    with torch.no_grad(), use_backend('default', op='attn'), trace() as recorded:
+        o, _, cache = layer(x[:, :5], use_cache=True)
+        pieces = [o, *(layer(part, past_key_values=cache)[0] for part in x[:, 5:].split([2, 1, 1], 1))]
+    assert set(served(recorded).values()) == {'default'}
+    assert error(right, torch.cat(pieces, 1)) < BOUND
 
 
 @pytest.mark.parametrize('name', RECURRENT)
