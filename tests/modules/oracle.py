@@ -9,6 +9,8 @@ from tests import bounds
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
+EAGER = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
 
 def error(expected, got):
     """Relative RMS difference, in float64."""
@@ -22,6 +24,24 @@ def tensor(*shape, dtype=torch.float64, grad=False, seed=[0]):  # noqa: B006 - c
     seed[0] += 1
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed[0]), dtype=torch.float64)
     return x.bfloat16().to(torch.float16).to(dtype).requires_grad_(grad)
+
+
+def opcheck(kernel, *arguments):
+    """PyTorch's rules for the operators of an opaque kernel for GPUs, of which here the CPU runs the kernels: they call a
+    stand-in for the package."""
+    gpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with torch.library._scoped_library('fla', 'IMPL') as library:
+        for op in (kernel.op, kernel.forward_op, kernel.backward_op):
+            if op is not None:
+                library.impl(op._schema.name, lambda *args, op=op: op.redispatch(gpu, *args), 'CPU')
+        torch.library.opcheck(kernel.op, arguments)
+
+
+@contextlib.contextmanager
+def differentiating():
+    """For a stand-in that asks autograd, which inside an operator records nothing."""
+    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(*EAGER):
+        yield
 
 
 def check(function, oracle, arguments, bound, **options):

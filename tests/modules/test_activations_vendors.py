@@ -21,7 +21,7 @@ from tests import bounds
 from tests.ops.vendors import BF16, FP32, H100, fakes, install, odd, on_16, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES, installed
 
-from .oracle import error, tensor
+from .oracle import differentiating, error, opcheck, tensor
 from .rotary import rotated
 
 
@@ -39,8 +39,9 @@ def swiglu_forward(a, b):
 def swiglu_backward(a, b, dc):
     """Writes over what it is given, as the package does."""
     assert dc.is_contiguous()
-    exact = [one.double().requires_grad_() for one in (a, b)]
-    da, db = torch.autograd.grad(gated(*exact), exact, dc.double())
+    exact = [one.detach().double().requires_grad_() for one in (a, b)]
+    with differentiating():
+        da, db = torch.autograd.grad(gated(*exact), exact, dc.double())
     return a.copy_(da), b.copy_(db)
 
 
@@ -239,6 +240,23 @@ def test_gradients_of_the_operators_of_liger(inplace):
     leaf = made.pop('x').requires_grad_()
     out = LigerBackend().rotary_embedding(leaf * 1, **made, inplace=inplace)
     assert torch.autograd.grad(out.sum(), leaf)[0].shape == leaf.shape
+
+
+def test_operators_of_liger_keep_the_rules(package):
+    package('liger')
+    opcheck(liger_activations._swiglu, *(tensor(2, 6, dtype=FP32, grad=True) for _ in range(2)))
+    x, cos, sin = rotary().values()
+    opcheck(liger_rotary._rotary, x.requires_grad_(), cos, sin, 3)
+    opcheck(liger_rotary._rotary_in_place, x.detach(), cos, sin, 3)
+
+
+@pytest.mark.parametrize('offsets', [None, torch.tensor([1, 3])], ids=['int', 'tensor'])
+def test_operators_of_flashinfer_keep_the_rules(package, offsets):
+    package('flashinfer')
+    opcheck(flashinfer_activations._silu_and_mul, tensor(2, 3, 32, dtype=BF16))
+    arguments = (*rotary().values(), offsets, None, 2 if offsets is None else 0, False)
+    opcheck(flashinfer_rotary._rotary, *arguments)
+    opcheck(flashinfer_rotary._rotary_in_place, *arguments)
 
 
 def test_liger_is_differentiable_and_flashinfer_is_not(package):

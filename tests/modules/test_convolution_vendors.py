@@ -15,6 +15,7 @@ from tests.ops.vendors import BF16, FP32, H100, fakes, install, odd, on_16, pret
 from tests.vendor_signatures import SIGNATURES
 
 from .convolution import convolved
+from .oracle import opcheck
 from .test_convolution import oracle
 
 
@@ -175,6 +176,16 @@ def test_numbers_of_a_step(package, shape):
     y = backend._update(x.view(shape), cache, weight, bias, True)
     assert bounds.relative_rms(expected.reshape(shape), y) <= bounds.of_convolution(FP32)
     assert torch.equal(cache, state.float())
+
+
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+def test_operators_keep_the_rules(package, packed):
+    cu = torch.tensor([0, 2, 6]) if packed else None
+    x, weight, bias = (one.requires_grad_() for one in (*tensors().values(), torch.randn(8).bfloat16()))
+    opcheck(backend._convolution, x, weight, bias, cu, True)
+    opcheck(backend._convolution, x, weight.detach(), None, cu, False)
+    if not packed:
+        opcheck(backend._step, *step().values(), None, True)
 
 
 def test_the_operator_has_gradients():

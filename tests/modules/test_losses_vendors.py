@@ -17,7 +17,7 @@ from tests.ops.vendors import BF16, FP16, FP32, H100, fakes, install, pretend, r
 from tests.vendor_signatures import SIGNATURES
 
 from .losses import gradients, linear_oracle, oracle, targets
-from .oracle import error
+from .oracle import differentiating, error, opcheck
 
 CROSS = 'liger_kernel.ops.cross_entropy.cross_entropy_forward'
 LINEAR = 'liger_kernel.ops.fused_linear_cross_entropy.fused_linear_cross_entropy_forward'
@@ -31,7 +31,7 @@ def cross_entropy_forward(
     assert target.dtype == torch.int64
     assert _input.is_contiguous()
     exact = _input.detach().double().requires_grad_()
-    with torch.enable_grad():
+    with differentiating():
         found, z_losses = oracle(exact, target, label_smoothing, 1.0, lse_square_scale, softcap, ignore_index)
         (gradient,) = torch.autograd.grad(found.sum(), exact)
     if _input.requires_grad:
@@ -45,7 +45,7 @@ def fused_linear_cross_entropy_forward(
     assert (ce_weight, lse_square_scale) == (None, 0.0)
     given = [None if one is None else one.detach().double().requires_grad_() for one in (_input, weight, bias)]
     options = {'ignore_index': ignore_index, 'label_smoothing': label_smoothing, 'logit_softcapping': softcap}
-    with torch.enable_grad():
+    with differentiating():
         loss = linear_oracle(given[0], target, *given[1:], reduction=reduction, **options)
         found = iter(torch.autograd.grad(loss, [one for one in given if one is not None]))
     made = [None if one is None else next(found) for one in given]
@@ -126,6 +126,15 @@ def test_served(package, options):
         (fused_linear_cross_entropy_loss, {'dtype': FP16}, 'x must be bfloat16 or float32'),
         (fused_linear_cross_entropy_loss, {'rows': 0}, 'there are no rows'),
         (fused_linear_cross_entropy_loss, {'dtype': torch.float64}, "dtype of 'x' must be"),
+        (
+            fused_linear_cross_entropy_loss,
+            {
+                'x': torch.empty(1, 1, dtype=BF16).expand(2**15, 2**16),
+                'target': torch.zeros(2**15, dtype=torch.int64),
+                'weight': torch.empty(1, 1, dtype=BF16).expand(16, 2**16),
+            },
+            'fewer than 2^31 elements, got 2147483648',
+        ),
         (fused_linear_cross_entropy_loss, {'logit_scale': 2.0}, 'argument logit_scale is not supported'),
     ],
 )
@@ -168,19 +177,43 @@ def test_numbers_of_cross_entropy(package, now):
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize('now', [True, False])
+@pytest.mark.interpreted
+@pytest.mark.parametrize('now', [(True, True, True), (True, False, False), (False, True, False), (False, False, False)])
 @pytest.mark.parametrize('reduction', ['mean', 'sum'])
-def test_numbers_of_the_linear_one(package, reduction, now):
-    tensors = [torch.randn(5, 8), torch.randn(16, 8), torch.randn(16)]
-    exact, target = [one.double().requires_grad_() for one in tensors], targets(5, 16, [1]).int()
-    numbers = (0.1, 3.0, -100, reduction)
-    loss, *kept = losses._linear_forward(tensors[0], target, *tensors[1:], *numbers, now, now, False)
-    assert [one is not None for one in kept] == [now, now, False]
+@pytest.mark.parametrize('with_bias', [True, False])
+def test_numbers_of_the_linear_one(package, reduction, now, with_bias):
+    """Of gradients that the forward has kept, and of those that the backward has to ask for."""
+    x, weight, bias = torch.randn(8, 5).t(), torch.randn(16, 8), torch.randn(32)[::2] if with_bias else None
+    exact = [one.double().requires_grad_() for one in (x, weight, bias) if one is not None]
+    target, now = targets(5, 16, [1]).int(), (*now[:2], now[2] and with_bias)
+    given, numbers = (x, target, weight, bias), (0.1, 3.0, -100, reduction)
+    loss, *kept = losses._linear_forward(*given, *numbers, *now)
+    assert [one is not None for one in kept] == list(now)
     expected = linear_oracle(exact[0], target, *exact[1:], reduction=reduction, label_smoothing=0.1, logit_softcapping=3.0)
     assert error(expected, loss) <= bounds.EXACT[FP32]
+    wanted = torch.autograd.grad(expected * 3, exact, retain_graph=True)
+    for need in (now, (True, False, False), (False, True, with_bias), (True, True, with_bias)):
+        found = losses._linear_backward(*given, *numbers, *kept, torch.tensor(3.0), need)
+        assert [one is not None for one in found] == list(need)
+        for one, right in zip(found, wanted, strict=False):
+            assert one is None or error(right, one) <= bounds.EXACT[FP32]
+
+
+@pytest.mark.parametrize('reduction', ['mean', 'sum'])
+def test_linear_of_ignored_rows(package, reduction):
     ignored = torch.full((5,), -100)
-    none = losses._linear_forward(tensors[0], ignored, *tensors[1:], *numbers, False, False, False)[0]
-    assert none.isnan() if reduction == 'mean' else none == 0
+    given = (torch.randn(5, 8), ignored, torch.randn(16, 8), None)
+    loss = losses._linear_forward(*given, 0.1, 3.0, -100, reduction, False, False, False)[0]
+    assert loss.isnan() if reduction == 'mean' else loss == 0
+
+
+@pytest.mark.interpreted
+def test_operators_keep_the_rules(package):
+    logits, target = torch.randn(3, 16, requires_grad=True), targets(3, 16)
+    opcheck(losses._cross_entropy, logits, target, 0.1, 3.0, -100, 0.01, True)
+    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((3, 8), (16, 8), (16,)))
+    opcheck(losses._linear_cross_entropy, x, target, weight, bias, 0.1, 3.0, -100, 'mean', True, True, True)
+    opcheck(losses._linear_cross_entropy, x, target, weight.detach(), None, 0.1, 3.0, -100, 'sum', True, False, False)
 
 
 def test_the_operators_have_gradients():

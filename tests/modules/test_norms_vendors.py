@@ -18,6 +18,7 @@ from fla.modules.layernorm import group_norm, layer_norm, rms_norm
 from fla.ops.backends import default_dispatcher, explain
 from tests import bounds
 from tests.modules.norms import check, given
+from tests.modules.oracle import opcheck
 from tests.ops.vendors import BF16, FP16, FP32, H100, fakes, install, odd, on_16, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES, installed
 
@@ -43,6 +44,16 @@ def exact(x, weight, bias, eps):
     return y if bias is None else y + bias.double(), x, weight
 
 
+def from_kept(dy, x, weight, mean, scale):
+    """The gradients of x and weight, of the mean (0 for RMS norms) and the scale that a forward has kept: others of those
+    give other gradients."""
+    dy, x, weight, scale = dy.double(), x.double(), weight.double(), scale.double()[:, None]
+    xhat = (x - mean) * scale
+    g = dy * weight
+    centred = 0.0 if isinstance(mean, float) else g.mean(-1, keepdim=True)
+    return scale * (g - centred - xhat * (g * xhat).mean(-1, keepdim=True)), (dy * xhat).sum(0)
+
+
 @takes('liger_kernel.ops.rms_norm.rms_norm_forward')
 def liger_rms_forward(X, W, eps, offset, casting_mode, row_mode):
     assert X.dim() == 2
@@ -57,23 +68,27 @@ def liger_rms_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_war
     assert (offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode) == (0.0, 1, 128, 4, False, True)
     assert dY.shape == X.shape
     assert dY.is_contiguous()
-    y, x, weight = exact(X, W, None, 1e-5)
-    dx, dweight = torch.autograd.grad(y, (x, weight), dY.double())
+    assert (RSTD.shape, RSTD.dtype) == (X.shape[:1], FP32)
+    dx, dweight = from_kept(dY, X, W, 0.0, RSTD)
     return dx.to(X.dtype), dweight.to(W.dtype)
 
 
 @takes('liger_kernel.ops.layer_norm.layer_norm_forward')
 def liger_layer_forward(X, W, B, eps):
     assert X.dim() == 2
-    y, *_ = exact(X, W, B, eps)
-    return y.detach().to(X.dtype), X, X.float().mean(-1), X.float().var(-1).rsqrt(), 128, 4
+    wide = X.float()
+    mean, scale = wide.mean(-1), torch.rsqrt(wide.var(-1, unbiased=False) + eps)
+    y = (wide - mean[:, None]) * scale[:, None] * W.float() + B.float()
+    return y.to(X.dtype), X, mean, scale, 128, 4
 
 
 @takes('liger_kernel.ops.layer_norm.layer_norm_backward')
 def liger_layer_backward(dY, X, W, B, Mean, RSTD):
-    y, x, weight = exact(X, W, B, 1e-5)
-    dx, dweight = torch.autograd.grad(y, (x, weight), dY.double())
-    return dx.to(X.dtype), dweight.to(W.dtype), dY.sum(0).to(B.dtype)
+    assert dY.is_contiguous()
+    assert Mean.shape == RSTD.shape == X.shape[:1]
+    assert Mean.dtype == RSTD.dtype == FP32
+    dx, dweight = from_kept(dY, X, W, Mean.double()[:, None], RSTD)
+    return dx.to(X.dtype), dweight.to(W.dtype), dY.double().sum(0).to(B.dtype)
 
 
 @takes('liger_kernel.ops.utils.calculate_settings')
@@ -219,22 +234,35 @@ def test_odd_addresses(package):
     assert bounds.relative_rms(exact(*made.values(), 1e-5)[0].detach(), y) <= bounds.of_norm(BF16)
 
 
-def test_gradients_of_liger(package):
+@pytest.mark.parametrize('eps', [1e-5, 0.5])
+def test_gradients_of_liger(package, eps):
+    """The backward of the package computes with what its forward kept, so that this must reach it."""
     package('liger')
     made = tensors(layer=True, rows=6)
-    x, weight = made['x'].view(2, 3, 16).transpose(0, 1), made['weight']
+    x, weight, bias = made['x'].view(2, 3, 16).transpose(0, 1), made['weight'], made['bias']
     dy = torch.randn(16, 2, 3).bfloat16().permute(2, 1, 0)
-    for bias in (None, made['bias']):
-        if bias is None:
-            _, scale = liger_norms._rms_forward(x, weight, 1e-5)
-            found = liger_norms._rms_backward(x, weight, scale, dy)
-        else:
-            _, mean, scale = liger_norms._layer_forward(x, weight, bias, 1e-5)
-            found = liger_norms._layer_backward(x, weight, bias, mean, scale, dy)
-        y, *inputs = exact(x, weight, bias, 1e-5)
-        for got, right in zip(found, torch.autograd.grad(y, inputs, dy.double()), strict=False):
-            assert got.shape == right.shape
-            assert bounds.relative_rms(right, got) <= bounds.of_norm(BF16)
+    _, scale = liger_norms._rms_forward(x, weight, eps)
+    found = liger_norms._rms_backward(x, weight, scale, dy)
+    y, *inputs = exact(x, weight, None, eps)
+    for got, right in zip(found, torch.autograd.grad(y, inputs, dy.double()), strict=True):
+        assert got.shape == right.shape
+        assert bounds.relative_rms(right, got) <= bounds.of_norm(BF16)
+    _, mean, scale = liger_norms._layer_forward(x, weight, bias, eps)
+    found = liger_norms._layer_backward(x, weight, bias, mean, scale, dy)
+    y, *inputs = exact(x, weight, bias, eps)
+    wanted = (*torch.autograd.grad(y, inputs, dy.double()), dy.double().sum((0, 1)))
+    for got, right in zip(found, wanted, strict=True):
+        assert got.shape == right.shape
+        assert bounds.relative_rms(right, got) <= bounds.of_norm(BF16)
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_operators_keep_the_rules(package, backend):
+    package(backend)
+    where = {'liger': liger_norms, 'flashinfer': flashinfer_norms, 'flag_gems': flag_gems_backend}[backend]
+    for kernel, layer in ((where._rms_norm, False), (where._layer_norm, True)):
+        made = tensors(layer=layer, **(LAYER[backend] if layer else {}))
+        opcheck(kernel, *(x.requires_grad_(backend == 'liger') for x in made.values()), 1e-5)
 
 
 def test_liger_is_differentiable_and_the_others_are_not(package):

@@ -217,6 +217,9 @@ class LigerLosses:
             return False, 'under autocast the dtypes of its products are its own choice'
         if x.numel() == 0:
             return False, 'there are no rows, and the kernels cannot be launched on nothing'
+        if x.numel() >= 2**31:
+            # a chunk of its logits is about as large as x
+            return False, ('not known to count in 64 bits: x must have fewer than 2^31 elements, got %s', x.numel())
         return True, None
 
     def fused_linear_cross_entropy_loss(
