@@ -268,6 +268,9 @@ def test_liger_is_differentiable_and_flashinfer_is_not(package):
         assert (decision.winner == backend) == (backend == 'liger')
         if backend == 'flashinfer':
             assert 'inference only' in decision[backend].reason
+            arguments = fakes({'x': tensor(2, 32, dtype=BF16)})
+            arguments['x'].requires_grad_()
+            assert 'inference only' in explain(silu_and_mul, **arguments)[backend].reason
 
 
 NOTHING = 'cannot be launched on nothing'

@@ -119,6 +119,11 @@ def test_served(package, options):
         (cross_entropy_loss, {'logit_scale': 2.0}, 'argument logit_scale is not supported'),
         (
             cross_entropy_loss,
+            {'process_group': torch.distributed.ProcessGroup(0, 1)},
+            'argument process_group is not supported',
+        ),
+        (
+            cross_entropy_loss,
             {'logits': torch.empty(1, 1).expand(2**15, 2**16), 'target': torch.zeros(2**15, dtype=torch.int64)},
             'fewer than 2^31 elements, got 2147483648',
         ),

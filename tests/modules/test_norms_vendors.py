@@ -265,12 +265,14 @@ def test_operators_keep_the_rules(package, backend):
         opcheck(kernel, *(x.requires_grad_(backend == 'liger') for x in made.values()), 1e-5)
 
 
-def test_liger_is_differentiable_and_the_others_are_not(package):
+@pytest.mark.parametrize('function', [rms_norm, layer_norm])
+def test_liger_is_differentiable_and_the_others_are_not(package, function):
     for backend in BACKENDS:
         package(backend)
-        arguments = fakes(tensors())
+        layer = function is layer_norm
+        arguments = fakes(tensors(layer=layer, **(LAYER[backend] if layer else {})))
         arguments['weight'].requires_grad_()
-        decision = explain(rms_norm, **arguments)
+        decision = explain(function, **arguments)
         assert (decision.winner == backend) == (backend == 'liger')
         if backend != 'liger':
             assert 'inference only' in decision[backend].reason

@@ -47,11 +47,13 @@ def test_against_the_formula(dtype, interleaved, rotated):
 
 
 @served_by('reference')
+@pytest.mark.parametrize('interleaved', [False, True], ids=['halves', 'interleaved'])
 @pytest.mark.parametrize('offsets', [0, 3, torch.tensor([1, 0, 4, 2], dtype=torch.int32)], ids=['0', '3', 'tensor'])
-def test_packed(offsets):
+def test_packed(offsets, interleaved):
     arguments = {'x': tensor(1, 7, 2, 4), 'cos': tensor(8, 2), 'sin': tensor(8, 2)}
     cu = torch.tensor([0, 2, 2, 3, 7])
-    check(rotary_embedding, oracle, arguments, bounds.TWO_ORACLES, seqlen_offsets=offsets, cu_seqlens=cu)
+    options = {'seqlen_offsets': offsets, 'cu_seqlens': cu, 'interleaved': interleaved}
+    check(rotary_embedding, oracle, arguments, bounds.TWO_ORACLES, **options)
 
 
 @pytest.mark.parametrize('interleaved', [False, True], ids=['halves', 'interleaved'])

@@ -54,8 +54,8 @@ def test_packed(lengths, kind):
     x, cos, sin = tensor(1, 9, 2, 6, dtype=torch.float32), tensor(14, 2), tensor(14, 2)
     bound = bounds.elementwise(torch.float32)
     offsets = torch.arange(len(lengths), dtype=kind) % 4
-    for given in (0, 3, offsets):
-        against(x, cos, sin, bound, seqlen_offsets=given, cu_seqlens=cu)
+    for given, interleaved in ((0, False), (3, True), (offsets, False), (offsets, True)):
+        against(x, cos, sin, bound, seqlen_offsets=given, cu_seqlens=cu, interleaved=interleaved)
 
 
 @pytest.mark.interpreted
