@@ -19,6 +19,8 @@ LENS = [0, 0, 1, 130, 130, 300, 333, 333]
 CASES = {
     'plain': ((), {}, {}),
     'one head of keys': ((), {'kv_heads': 1}, {'scale': 0.3}),
+    'negative scale': ((), {'kv_heads': 4}, {'scale': -0.1}),
+    'scale of 0': ((), {'kv_heads': 4}, {'scale': 0}),
     'window of 1': ((), {}, {'window_size': 1}),
     'window': ((), {}, {'window_size': 70}),
     'cached': ((), {'queries': 100}, {}),
@@ -104,14 +106,32 @@ def test_sdpa(dtype, dims):
             check('sdpa', given, **options_of(options))
 
 
-def test_explain_names_the_kernels_of_pytorch():
-    decision = explain(parallel_attn, **inputs(dtype=BF16, length=64, dim=64, value_dim=64, **CUDA))
+# a part of the names of each one's kernels
+PYTORCHS = {'cudnn': 'cudnn', 'flash': 'flash_fwd', 'efficient': 'fmha_cutlass'}
+
+
+@pytest.mark.parametrize('dtype', [BF16, FP32], ids=['bf16', 'fp32'])
+@pytest.mark.parametrize('queries', [1, 64])
+def test_explain_names_the_kernels_of_pytorch(dtype, queries):
+    """Of which one is it that runs."""
+    given = inputs(dtype=dtype, length=64, queries=queries, dim=64, value_dim=64, kv_heads=4, **CUDA)
+    decision = explain(parallel_attn, **given)
     assert decision.winner == 'sdpa'
-    assert 'flash' in ' '.join(decision['sdpa'].notes)
+    (note,) = decision['sdpa'].notes
+    if dtype == BF16:
+        assert 'flash' in note
+    parallel_attn(**given)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        parallel_attn(**given)
+        torch.cuda.synchronize()
+    kernels = ' '.join(event.key for event in profile.key_averages())
+    ran = [name for name, part in PYTORCHS.items() if part in kernels]
+    assert len(ran) == 1, kernels
+    assert ran[0] in note
 
 
-MOST = {'plain', 'one head of keys', 'window', 'cached', 'one query'}
-PACKED = {'packed', 'plain', 'window'}
+MOST = {'plain', 'negative scale', 'scale of 0', 'one head of keys', 'window', 'cached', 'one query'}
+PACKED = {'packed', 'plain', 'negative scale', 'window'}
 VENDORS = {
     'flash_attn': ('flash_attn', 'FLA_FLASH_ATTN', MOST | PACKED),
     'flash_attn_3': ('flash_attn_interface', 'FLA_FLASH_ATTN_3', MOST | PACKED),
@@ -168,6 +188,25 @@ def test_strides_and_same_bits_twice():
     for name, x in first.items():
         assert torch.equal(x, second[name])
         assert torch.equal(x, third[name])
+
+
+@pytest.mark.parametrize(('backend', 'names'), [('default', ('g', 'sink_bias')), ('sdpa', ())])
+def test_broadcasts(backend, names):
+    """Rows, heads and steps that are the same in memory."""
+    given = inputs(*names, dtype=BF16, length=333, dim=64, value_dim=64, **CUDA)
+    wide = {'q': given['q'][:1], 'k': given['k'][:, :, :1], 'v': given['v'][:, :1]}
+    if names:
+        wide |= {'g': given['g'][:, :, :1], 'sink_bias': given['sink_bias'][:1]}
+    check(backend, {name: x.expand_as(given[name]) for name, x in wide.items()})
+
+
+def test_companions_in_float32_and_laid_out_chunks():
+    given = inputs('g', 'sink_bias', dtype=BF16, batch=1, length=333, dim=64, value_dim=64, **CUDA)
+    given.update(g=given['g'].float(), sink_bias=given['sink_bias'].float())
+    packed = options_of({'cu_seqlens': LENS})
+    found = check('default', given, **packed)
+    again = results('default', given, chunk_indices=torch.zeros(9, 2, device='cuda', dtype=torch.int32), **packed)
+    assert all(torch.equal(x, again[name]) for name, x in found.items())
 
 
 def test_graph_capture_on_another_stream():

@@ -20,6 +20,8 @@ CU = torch.tensor([0, 0, 1, 40, 40, 70, 70])
 
 CASES = {
     'grouped': ((), {'length': 40, 'heads': 3, 'kv_heads': 1, 'dim': 20, 'value_dim': 36}, {'scale': 0.3}),
+    'negative scale': (('g',), {'length': 40, 'heads': 1, 'kv_heads': 1}, {'scale': -2.0}),
+    'scale of 0': ((), {'length': 40, 'heads': 1, 'kv_heads': 1}, {'scale': 0}),
     'short window': ((), {'length': 140, 'heads': 1, 'kv_heads': 1, 'batch': 1}, {'window_size': 20}),
     'long window': ((), {'length': 140, 'heads': 1, 'kv_heads': 1, 'batch': 1}, {'window_size': 100}),
     'cached': ((), {'length': 140, 'queries': 40, 'heads': 1, 'kv_heads': 1}, {}),

@@ -48,6 +48,8 @@ def error(expected, got):
 CASES = {
     'plain': ((), {}, {}),
     'one kv head, scaled': ((), {'kv_heads': 1}, {'scale': 0.3}),
+    'negative scale': ((), {}, {'scale': -0.7}),
+    'scale of 0': ((), {}, {'scale': 0}),
     'equal heads and dims': ((), {'kv_heads': 4, 'value_dim': 8}, {}),
     'window': ((), {}, {'window_size': 5}),
     'window of one': ((), {}, {'window_size': 1}),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from fla.ops.attn.backends.scale import above_zero
 from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.triton_call import on_device_of
 from fla.ops.common.vendor import in_pieces, ordered, smallest_call
@@ -68,6 +69,7 @@ class FlashAttention2Backend(_FlashAttention):
     ) -> torch.Tensor:
         from flash_attn import flash_attn_func, flash_attn_varlen_func
 
+        q, scale = above_zero(q, scale)
         shared = {
             'dropout_p': 0.0,
             'softmax_scale': scale,
@@ -113,6 +115,7 @@ class FlashAttention3Backend(_FlashAttention):
     ) -> torch.Tensor:
         from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
+        q, scale = above_zero(q, scale)
         shared = {'softmax_scale': scale, 'causal': True, 'window_size': _window(window_size), 'deterministic': True}
         with on_device_of(q):
             q, k, v = (in_pieces(x) for x in (q, k, v))

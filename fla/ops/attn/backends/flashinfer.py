@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fla.ops.attn.backends.scale import above_zero
 from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.triton_call import on_device_of
 from fla.ops.common.vendor import for_tma, smallest_call
@@ -58,6 +59,7 @@ class FlashInferBackend(BaseBackend):
     ) -> torch.Tensor:
         from flashinfer import single_prefill_with_kv_cache
 
+        q, scale = above_zero(q, scale)
         with on_device_of(q):
             o: torch.Tensor = single_prefill_with_kv_cache(
                 *(for_tma(x[0]) for x in (q, k, v)),

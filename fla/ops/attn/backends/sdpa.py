@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.backends import cuda
 
+from fla.ops.attn.backends.scale import above_zero
 from fla.ops.attn.naive import lengths_of, one_by_one, visible
 from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.reference import without_autocast
@@ -68,6 +69,7 @@ class SDPABackend(BaseBackend):
         if window_size is not None and q.shape[1] == 1:
             # the last keys, and all of them
             k, v, window_size = k[:, -window_size:], v[:, -window_size:], None
+        q, scale = above_zero(q, scale)
         # flags are set by branches: in compiled code for any shape a comparison is no bool
         seen, causal, grouped = None, False, False
         if q.shape[2] != k.shape[2]:

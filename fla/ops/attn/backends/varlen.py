@@ -7,6 +7,7 @@ import inspect
 
 import torch
 
+from fla.ops.attn.backends.scale import above_zero
 from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.triton_call import on_device_of
 from fla.ops.common.vendor import in_pieces, ordered, smallest_call
@@ -89,6 +90,7 @@ class TorchVarlenBackend(BaseBackend):
     ) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        q, scale = above_zero(q, scale)
         batch, length = q.shape[:2]
         with on_device_of(q):
             if cu_seqlens is None:

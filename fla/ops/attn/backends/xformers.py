@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fla.ops.attn.backends.scale import above_zero
 from fla.ops.backends import BaseBackend, Verdict
 from fla.ops.common.triton_call import on_device_of
 from fla.ops.common.vendor import in_pieces, smallest_call
@@ -66,6 +67,7 @@ class XFormersBackend(BaseBackend):
         from xformers.ops import memory_efficient_attention
 
         heads, groups = q.shape[2], k.shape[2]
+        q, scale = above_zero(q, scale)
         bias = _bias(q.shape[1], k.shape[1], window_size)
         q, k, v = (in_pieces(x) for x in (q, k, v))
         if heads != groups:

@@ -1,0 +1,116 @@
+"""The layers on a GPU against the papers' formulas in float64: the kernels that serve them there, generation, padded and
+packed batches, compiled code and graph capture."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip('triton')
+from fla.ops.backends import trace
+from tests import bounds
+from tests.layers.test_layers import LAYERS, error, hidden, make, oracle
+
+pytestmark = pytest.mark.gpu
+FP32, BF16 = torch.float32, torch.bfloat16
+SPANS = [(0, 130), (130, 131), (131, 333)]
+
+
+def on_gpu(name, dtype, *shape):
+    """A layer and its input there, and both in float64 on the CPU."""
+    layer, x = make(name, FP32).to(dtype), hidden(*shape).to(dtype)
+    return layer.cuda(), x.cuda().requires_grad_(), make(name, FP32).to(dtype).double(), x.double().requires_grad_()
+
+
+def limit(dtype):
+    return bounds.EXACT[FP32] if dtype == FP32 else bounds.of_layer(dtype)
+
+
+def served_by(recorded):
+    return {backend for _, backend in recorded.counters}
+
+
+@pytest.mark.parametrize('dtype', [FP32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize('name', LAYERS)
+def test_against_the_formula(name, dtype):
+    layer, x, exact, wide = on_gpu(name, dtype, 2, 200)
+    with trace() as recorded:
+        o = layer(x)[0]
+    # plain attention may be PyTorch's
+    assert served_by(recorded) <= ({'default', 'sdpa'} if 'attn' in name else {'default'})
+    right = oracle(name, exact, wide)
+    assert o.dtype == dtype
+    assert error(right, o.cpu()) < limit(dtype)
+    weights = hidden(2, 200, seed=5)
+    (dx,) = torch.autograd.grad((o.double() * weights.cuda()).sum(), x)
+    (right_dx,) = torch.autograd.grad((right * weights).sum(), wide)
+    assert error(right_dx, dx.cpu()) < bounds.of_gradient(limit(dtype))
+
+
+@pytest.mark.parametrize('dtype', [FP32, BF16], ids=str)
+@pytest.mark.parametrize('name', LAYERS)
+def test_packed_and_padded_sequences(name, dtype):
+    layer, x, exact, wide = on_gpu(name, dtype, 1, 333)
+    right = torch.cat([oracle(name, exact, wide[:, a:b]) for a, b in SPANS], 1)
+    for index in (torch.int32, torch.int64):
+        with trace() as recorded:
+            o = layer(x, cu_seqlens=torch.tensor([0, 130, 130, 131, 333], device='cuda', dtype=index))[0]
+        assert served_by(recorded) == {'default'}
+        assert error(right, o.cpu()) < limit(dtype)
+    mask = torch.zeros(3, 220, device='cuda')
+    for row, (a, b) in zip(mask, SPANS, strict=True):
+        row[2 : 2 + b - a] = 1
+    padded = x.new_full((3, 220, x.shape[2]), torch.nan)
+    padded[mask.bool()] = x[0].detach()
+    with trace() as recorded:
+        found = layer(padded, attention_mask=mask)[0]
+    assert served_by(recorded) == {'default'}
+    assert error(right[0], found[mask.bool()].cpu()) < limit(dtype)
+    assert not found[mask == 0].any()
+
+
+@pytest.mark.parametrize('dtype', [FP32, BF16], ids=str)
+@pytest.mark.parametrize('name', LAYERS)
+def test_generation(name, dtype):
+    layer, x, exact, wide = on_gpu(name, dtype, 2, 140)
+    with torch.no_grad():
+        o, _, cache = layer(x[:, :100], use_cache=True)
+        pieces = [o]
+        for a, b in itertools.pairwise([100, 130, *range(131, 141)]):
+            pieces.append(layer(x[:, a:b], past_key_values=cache)[0])
+        right = oracle(name, exact, wide)
+    assert error(right, torch.cat(pieces, 1).cpu()) < limit(dtype)
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_compiled(name):
+    layer, x, _, _ = on_gpu(name, FP32, 2, 70)
+    compiled = torch.compile(layer, fullgraph=True)
+    with trace() as recorded:
+        o = compiled(x)[0]
+    assert served_by(recorded) <= ({'default', 'sdpa'} if 'attn' in name else {'default'})
+    assert error(layer(x)[0], o) < bounds.of_compiled(limit(FP32))
+    (dx,), (found,) = (torch.autograd.grad((y * y).sum(), x) for y in (layer(x)[0], o))
+    assert error(dx, found) < bounds.of_compiled(bounds.of_gradient(limit(FP32)))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize('name', ['gdn', 'kda', 'attn window'])
+def test_captured(name):
+    """A graph of a packed batch follows new numbers and new lengths."""
+    layer, x, _, _ = on_gpu(name, BF16, 1, 333)
+    x, lens = x.detach(), torch.tensor([0, 130, 130, 131, 333], device='cuda')
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad():
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                layer(x, cu_seqlens=lens)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layer(x, cu_seqlens=lens)[0]
+        x.copy_(x.flip(1))
+        lens.copy_(torch.tensor([0, 5, 200, 201, 333]))
+        graph.replay()
+        assert torch.equal(captured.clone(), layer(x, cu_seqlens=lens)[0])
