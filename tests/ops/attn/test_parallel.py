@@ -347,6 +347,14 @@ def test_strides_autocast_compile_and_second_derivatives():
     assert torch.autograd.gradgradcheck(lambda *a: naive_parallel_attn(*a[:4], sink_bias=a[4]), (q, k, v, g, sink))
 
 
+def test_the_second_derivatives_of_pytorch_s_attention_are_refused():
+    """By PyTorch; those of the reference are right."""
+    given = {name: x.requires_grad_() for name, x in inputs(kv_heads=4, value_dim=8).items()}
+    (dq,) = torch.autograd.grad(parallel_attn(**given).sum(), given['q'], create_graph=True)
+    with pytest.raises(RuntimeError, match='not implemented'):
+        dq.sum().backward()
+
+
 @pytest.mark.parametrize(
     ('change', 'kind', 'message'),
     [
