@@ -11,9 +11,6 @@ not.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _gpu import gpu_ms, peak_mib, wall_ms
+from _results import ResultFile, command, machine, said
 
 BACKENDS = ('sdpa', 'default', 'flash_attn_3', 'flash_attn', 'flashinfer', 'xformers', 'tilelang', 'torch_varlen')
 YARDSTICK = 'torch'
@@ -140,7 +138,7 @@ def measured(shape: tuple[int, ...], asked: dict[str, Any], backend: str) -> dic
             wanted()
             torch.cuda.synchronize()
         except Exception as refused:
-            row[f'{name}_refused'] = f'{type(refused).__name__}: {refused}'[:500]
+            row[f'{name}_refused'] = said(refused)
             continue
         row[f'{name}_first_s'] = time.perf_counter() - began
         row[f'{name}_ms'] = gpu_ms(wanted)
@@ -189,8 +187,6 @@ def main() -> None:
     if not torch.cuda.is_available():
         print('These kernels need a GPU: nothing is measured here.')
         return
-    import triton
-
     from fla.ops.attn.backends.flash_attn import FlashAttention2Backend, FlashAttention3Backend
     from fla.ops.attn.backends.flashinfer import FlashInferBackend
     from fla.ops.attn.backends.tilelang import AttentionTileLang
@@ -201,26 +197,10 @@ def main() -> None:
     ours = (AttentionTileLang, TorchVarlenBackend)
     able = {one.backend_type for one in vendors + ours if one.is_available()[0]}
     backends = [one for one in options.backend or BACKENDS if one in ('sdpa', 'default') or one in able]
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-    words = [f"--{name} '{value}'" for name in ('case', 'backend') for value in getattr(options, name) or ()]
-    result: dict[str, Any] = {
-        'benchmark': 'attention',
-        'card': torch.cuda.get_device_name(),
-        'versions': {'torch': torch.__version__, 'triton': triton.__version__, 'python': platform.python_version()},
-        'cores': os.cpu_count(),
-        'command': ' '.join(['python benchmarks/attention.py', *words]),
-        'complete': False,
-        'rows': [],
-    }
+    results = ResultFile(options.json, 'attention', **machine(), command=command('attention', options, 'case', 'backend'))
     for row in rows(options.case or list(CASES), backends):
-        result['rows'].append(row)
-        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + '\n')
-    result['complete'] = True
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + '\n')
+        results.add(row)
+    results.complete()
 
 
 if __name__ == '__main__':

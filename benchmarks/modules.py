@@ -21,8 +21,6 @@ import argparse
 import contextlib
 import gc
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +30,7 @@ import torch
 from _fla_process import FLA, fla_rows
 from _gpu import gpu_ms, peak_mib, wall_ms
 from _module_cases import MODULES, Module, first, inputs, relative, with_gradients
+from _results import ResultFile, command, machine, said
 
 # of this package, by name of a backend; a package by itself, where its backend refuses; plain PyTorch; the same compiled
 OURS = ('default', 'reference', 'liger')
@@ -159,12 +158,6 @@ def measured(module: Module, backend: str, shape: tuple[int, ...], clock: Clock)
     return row
 
 
-def said(error: Exception) -> str:
-    """In one line, without this machine's folders."""
-    text = f'{type(error).__name__}: {error}'.replace(f'{Path(__file__).resolve().parents[1]}{os.sep}', '')
-    return ' '.join(text.split())[:300]
-
-
 def rows(backends: list[str], names: list[str], sizes: list[str], clock: Clock) -> Iterator[dict[str, Any]]:
     for name in names:
         for size in sizes:
@@ -180,28 +173,6 @@ def rows(backends: list[str], names: list[str], sizes: list[str], clock: Clock) 
                     row = {'forward_refused': said(refused), 'both_refused': said(refused)}
                 yield {**key, **row}
                 clock.tidy()
-
-
-def command(options: argparse.Namespace) -> str:
-    """How to repeat the run, without this machine's folders."""
-    words = ['python benchmarks/modules.py']
-    for name in ('only', 'size', 'backend'):
-        words += [f'--{name} {value}' for value in getattr(options, name) or ()]
-    return ' '.join([*words, *(['--fla fla-core'] if options.fla else []), *(['--dry'] if options.dry else [])])
-
-
-def machine(dry: bool) -> dict[str, Any]:
-    try:
-        import triton
-
-        version = triton.__version__
-    except ImportError:
-        version = None
-    return {
-        'card': 'CPU' if dry else torch.cuda.get_device_name(),
-        'versions': {'torch': torch.__version__, 'triton': version, 'python': platform.python_version()},
-        'cores': os.cpu_count(),
-    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -223,37 +194,23 @@ def main(arguments: list[str] | None = None) -> None:
         for row in rows([FLA], names, sizes, clock):
             print(json.dumps(row), flush=True)
         return
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {
-        'benchmark': 'modules',
+    results = ResultFile(
+        options.json,
+        'modules',
         **machine(options.dry),
-        'command': command(options),
-        'copy_gbs': clock.copy_gbs,
-        'complete': False,
-        'rows': [],
-    }
-
-    def write() -> None:
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + '\n')
-
-    def add(row: dict[str, Any]) -> None:
-        result['rows'].append(row)
-        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        write()
-
+        command=command('modules', options, 'only', 'size', 'backend'),
+        copy_gbs=clock.copy_gbs,
+    )
     wanted = options.backend or list(BACKENDS)
     for row in rows([one for one in wanted if one != FLA], names, sizes, clock):
-        add(row)
+        results.add(row)
     if options.fla and FLA in wanted:
         clock.tidy()
         again = [*(['--dry'] if options.dry else []), *(f'--only={name}' for name in options.only or ())]
         again += [f'--size={size}' for size in options.size or ()]
         for row in fla_rows(__file__, again, options.fla):
-            add(row)
-    result['complete'] = True
-    write()
+            results.add(row)
+    results.complete()
 
 
 if __name__ == '__main__':

@@ -48,7 +48,7 @@ from _qwen3_next import (
     serves,
     with_modules,
 )
-from modules import machine, said
+from _results import ResultFile, command, machine, said
 
 OURS, TRANSFORMERS = 'this package', 'transformers'
 # phase → batch and length of what is put in; for decoding of what it goes on from
@@ -260,12 +260,6 @@ def rows(package: str, phases: list[str], dry: bool) -> Iterator[dict[str, Any]]
             del exact
 
 
-def command(options: argparse.Namespace) -> str:
-    """How to repeat the run, without this machine's folders."""
-    words = ['python benchmarks/qwen3_next.py', *(f'--only {phase}' for phase in options.only or ())]
-    return ' '.join([*words, *(['--fla fla-core'] if options.fla else []), *(['--dry'] if options.dry else [])])
-
-
 def of_fla(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of the process for FLA; where it ends early, one that says so."""
     again = [*(['--dry'] if options.dry else []), *(f'--only={phase}' for phase in options.only or ())]
@@ -291,37 +285,18 @@ def main(arguments: list[str] | None = None) -> None:
         for row in rows(FLA, phases, options.dry):
             print(json.dumps(row), flush=True)
         return
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
     about = machine(options.dry)
     about['versions']['transformers'] = transformers.__version__
-    result: dict[str, Any] = {
-        'benchmark': 'qwen3_next',
-        **about,
-        'command': command(options),
-        'complete': False,
-        'rows': [],
-    }
-
-    def write() -> None:
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + '\n')
-
-    def add(row: dict[str, Any]) -> None:
-        result['rows'].append(row)
-        print(json.dumps(row), flush=True)
-        write()
-
+    results = ResultFile(options.json, 'qwen3_next', **about, command=command('qwen3_next', options, 'only'))
     for row in rows(OURS, phases, options.dry):
-        add(row)
+        results.add(row)
     gc.collect()
     if not options.dry:
         torch.cuda.empty_cache()
     if options.fla:
         for row in of_fla(options):
-            add(row)
-    result['complete'] = True
-    write()
+            results.add(row)
+    results.complete()
 
 
 if __name__ == '__main__':

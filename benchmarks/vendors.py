@@ -30,6 +30,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 from _gpu import gpu_ms, peak_mib
+from _results import said
 
 from fla.ops.backends import explain, trace, use_backend
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -212,7 +213,7 @@ def elsewhere(kind: str, vendor: str, given: dict[str, Any]) -> dict[str, str]:
             try:
                 found[what] = 'equal' if all(map(torch.equal, right, run())) else 'differs'
             except Exception as error:
-                found[what] = f'{type(error).__name__}: {error}'.splitlines()[0][:200]
+                found[what] = said(error)
     return found
 
 
@@ -245,7 +246,7 @@ def measured(function: Callable[..., Any], given: dict[str, Any], do: torch.Tens
         try:
             row |= {f'{name}_ms': gpu_ms(run), f'{name}_peak_mib': peak_mib(run)}
         except Exception as error:
-            row[f'{name}_refused'] = f'{type(error).__name__}: {error}'.splitlines()[0][:300]
+            row[f'{name}_refused'] = said(error)
     return row
 
 

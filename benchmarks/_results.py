@@ -1,0 +1,78 @@
+"""What every benchmark of kernels writes down: the machine, the command, and a row at a time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def said(error: Exception) -> str:
+    """In one line, without this machine's folders."""
+    text = f'{type(error).__name__}: {error}'.replace(f'{_ROOT}{os.sep}', '')
+    return ' '.join(text.split())[:300]
+
+
+def machine(dry: bool = False) -> dict[str, Any]:
+    """The card and what runs on it."""
+    try:
+        import triton
+
+        version = triton.__version__
+    except ImportError:
+        version = None
+    return {
+        'card': 'CPU' if dry else torch.cuda.get_device_name(),
+        'versions': {'torch': torch.__version__, 'triton': version, 'python': platform.python_version()},
+        'cores': os.cpu_count(),
+    }
+
+
+def command(benchmark: str, options: argparse.Namespace, *names: str) -> str:
+    """How to repeat a run with the options of these names, without this machine's folders."""
+    words = ['python', f'benchmarks/{benchmark}.py']
+    for name in names:
+        words += [word for value in getattr(options, name) or () for word in (f'--{name}', shlex.quote(str(value)))]
+    words += ['--fla fla-core'] if getattr(options, 'fla', None) else []
+    return ' '.join([*words, *(['--dry'] if getattr(options, 'dry', False) else [])])
+
+
+class ResultFile:
+    """A file that is whole after each row, so that a run may be stopped.
+
+    Args:
+        path: of the file; None to print alone.
+        benchmark: its name.
+        more: what else is known before the first row.
+    """
+
+    def __init__(self, path: Path | None, benchmark: str, **more: Any) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        self.known = {'benchmark': benchmark, **more, 'complete': False, 'rows': self.rows}
+
+    def add(self, row: dict[str, Any], instead: bool = False) -> None:
+        """A row more, or instead of the last one; printed too, as a JSON object a line."""
+        if instead:
+            self.rows.pop()
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+        self._write()
+
+    def complete(self) -> None:
+        """That was the last row."""
+        self.known['complete'] = True
+        self._write()
+
+    def _write(self) -> None:
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.known, indent=1) + '\n')
