@@ -1,5 +1,7 @@
-"""Names and shapes in checkpoints are those of docs/layers.md, for every kind of each layer."""
+"""Names and shapes in checkpoints are those of docs/layers.md, for every kind of each layer; arguments are those that callers
+of flash-linear-attention's layers pass."""
 
+import inspect
 import itertools
 import re
 
@@ -53,3 +55,25 @@ def test_names_in_checkpoints(name):
         options = dict(zip(arguments, values, strict=True))
         state = layer(**sizes, **options).state_dict()
         assert {key: tuple(x.shape) for key, x in state.items()} == documented(name, options, letters), options
+
+
+DELTA = 'hidden_size expand_v head_dim num_heads num_v_heads mode'
+REST = 'use_short_conv allow_neg_eigval conv_size conv_bias layer_idx norm_eps'
+SIGNATURES = {
+    GatedDeltaNet: f'{DELTA} use_gate {REST}',
+    KimiDeltaAttention: f'{DELTA} {REST}',
+    Attention: (
+        'hidden_size num_heads num_kv_heads qkv_bias qk_norm window_size rope_theta max_position_embeddings layer_idx '
+        'head_dim norm_eps'
+    ),
+    GatedDeltaNet.forward: ('self hidden_states attention_mask past_key_values use_cache output_attentions cu_seqlens'),
+    Attention.forward: 'self hidden_states attention_mask past_key_values output_attentions use_cache cu_seqlens',
+}
+
+
+@pytest.mark.parametrize('function', SIGNATURES, ids=lambda function: function.__qualname__)
+def test_arguments(function):
+    parameters = inspect.signature(function).parameters.values()
+    assert ' '.join(one.name for one in parameters) == SIGNATURES[function]
+    assert all(one.default is not inspect.Parameter.empty for one in parameters if one.name not in ('self', 'hidden_states'))
+    assert not any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)

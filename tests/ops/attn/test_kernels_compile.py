@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip('triton')
 from fla.ops.attn.kernels.launch import attention_backward, attention_forward
-from tests.ops.attn.attention import BF16, FP32
+from tests.ops.attn.attention import BF16, FP16, FP32
 from tests.triton_support.compile_only import compile_only
 
 
@@ -35,7 +35,9 @@ def test_compiles(capability):
 @pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize(('dtype', 'dim'), [(BF16, 64), (BF16, 128), (BF16, 256), (FP32, 64), (FP32, 128), (FP32, 256)])
+@pytest.mark.parametrize(
+    ('dtype', 'dim'), [(BF16, 64), (BF16, 128), (BF16, 256), (FP16, 128), (FP32, 64), (FP32, 128), (FP32, 256)]
+)
 def test_compiles_with_everything(capability, dtype, dim):
     """And fits: see `compile_only`."""
     compiled_for(capability, dtype, dim, everything=True)

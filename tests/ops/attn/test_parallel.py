@@ -325,6 +325,11 @@ def test_compiled_for_any_length():
         torch.testing.assert_close(compiled(**given), parallel_attn(**given))
 
 
+def test_a_scale_that_is_no_number_shows():
+    for backend in ('reference', 'sdpa'):
+        assert parallel_attn.bind(backend=backend)(**inputs(), scale=torch.nan)[:, 1:].isnan().all()
+
+
 def test_strong_gates_do_not_overflow():
     given = inputs('g', dtype=FP32)
     given['g'] = given['g'] * 100

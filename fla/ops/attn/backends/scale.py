@@ -11,7 +11,7 @@ def above_zero(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, floa
     FlashAttention's and cuDNN's kernels mask with minus infinity before they scale: of a scale of 0 they make NaN, and of
     one below it infinity, of which NaN comes.
     """
-    if scale is None or scale > 0:
+    if scale is None or not scale <= 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
