@@ -120,9 +120,12 @@ def rotary_embedding(
 
 def positions(x: torch.Tensor, offsets: int | torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     """The position of each step of x `[B, T, ...]` in its sequence: `[T]`, or `[B, T]` with a tensor of offsets."""
+    if cu_seqlens is None and not isinstance(offsets, torch.Tensor):
+        return torch.arange(offsets, offsets + x.shape[1], device=x.device)
     time = torch.arange(x.shape[1], device=x.device)
     if cu_seqlens is None:
-        return time + (offsets[:, None] if isinstance(offsets, torch.Tensor) else offsets)
+        assert isinstance(offsets, torch.Tensor)
+        return time + offsets[:, None]
     count = cu_seqlens.shape[0] - 1
     if count == 0:
         return time
@@ -195,8 +198,10 @@ class RotaryEmbedding(nn.Module):
         check_shape('k', k, (*q.shape[:2], *k.shape[2:]), 'of the batch and time of q, [B, T, H, D]')
         check_shape('position_ids', position_ids, q.shape[:2], '[B, T]')
         place = positions(q, seqlen_offset, cu_seqlens) if position_ids is None else position_ids
-        powers = torch.arange(0, self.dim, 2, device=q.device, dtype=torch.float32) / max(self.dim, 1)
-        angles = place.float().reshape(-1, 1) * self.base**-powers
+        half = self.dim // 2
+        # base^(-2i / dim) in one launch; whole positions are made float32 by the product itself
+        powers = torch.logspace(0, -(half - 1) / max(half, 1), half, self.base, dtype=torch.float32, device=q.device)
+        angles = (place.float() if place.is_floating_point() else place).reshape(-1, 1) * powers
         cos, sin = angles.cos(), angles.sin()
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 

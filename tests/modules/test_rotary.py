@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fla.modules import RotaryEmbedding
 from fla.modules.rotary import rotary_embedding, rotary_embedding_ref
@@ -116,6 +117,38 @@ def test_layer(interleaved):
     for b, t in ((0, 2), (1, 0)):
         one = layer(q[b : b + 1, t : t + 1], k[b : b + 1, t : t + 1], int(places[b, t]))[0]
         assert error(one, by_place[b : b + 1, t : t + 1]) <= bounds.elementwise(torch.float32)
+
+
+class Counter(TorchDispatchMode):
+    """Operations of PyTorch that launch something on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix('aten::').partition('.')[0]
+        if name not in ('view', '_unsafe_view', 'reshape', 'unsqueeze', 'detach', 'empty', 'slice', 'select'):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_few_launches_make_a_table(monkeypatch):
+    """Beside the rotations themselves: a decode step is nothing but launches."""
+    layer, q = RotaryEmbedding(4), tensor(3, 1, 2, 6, dtype=torch.float32)
+    monkeypatch.setattr(layer, '_rotate', lambda x, cos, sin: x)
+    for offset, extra in ((7, []), (torch.tensor([3, 20, 1]), ['add'])):
+        with Counter() as counter:
+            layer(q, q, offset)
+        assert sorted(counter.names) == sorted(['arange', 'logspace', 'mul', 'cos', 'sin', *extra])
+
+
+@pytest.mark.parametrize('kind', [torch.int32, torch.int64, torch.float32, torch.float64], ids=str)
+def test_position_ids_of_any_dtype(kind):
+    layer, q = RotaryEmbedding(0 if kind == torch.int32 else 4), tensor(2, 5, 4, 6, dtype=torch.float32)
+    places = torch.arange(10).reshape(2, 5) % 7
+    for found, wanted in zip(layer(q, q, position_ids=places.to(kind)), layer(q, q, position_ids=places), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_arguments_of_flash_linear_attention():
