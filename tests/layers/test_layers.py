@@ -300,6 +300,19 @@ def test_compile_and_autocast(name):
     assert error(expected, o) < bounds.of_autocast(torch.bfloat16)
 
 
+@pytest.mark.parametrize('name', LAYERS)
+def test_exported(name):
+    """Attention for any length; the recurrences of the reference, a loop over chunks, for one."""
+    layer, x = make(name, torch.float32), hidden(2, 20, dtype=torch.float32)
+    steps = torch.export.Dim('T', min=2, max=4096) if 'attn' in name else None
+    exported = torch.export.export(layer, (x,), dynamic_shapes=({1: steps},)).module()
+    for length in (20, 9) if steps else (20,):
+        x = hidden(2, length, dtype=torch.float32)
+        o, weights, cache = exported(x)
+        assert (weights, cache) == (None, None)
+        assert error(layer(x)[0], o) < bounds.of_compiled(bounds.of_layer(torch.float32))
+
+
 @pytest.mark.parametrize('dynamic', [False, True])
 @pytest.mark.parametrize('name', ['gdn', 'kda', 'attn window'])
 def test_compiled_packed_sequences(name, dynamic):

@@ -102,3 +102,24 @@ def test_generation(name):
     assert set(served(recorded).values()) == {'default'}
     assert f'fused_recurrent_{operation}' in served(recorded)
     assert error(right, torch.cat(pieces, 1)) < BOUND
+
+
+OPERATORS = {
+    'gdn': {'causal_conv1d', 'chunk_gated_delta_rule', 'norm'},
+    'kda': {'causal_conv1d', 'chunk_kda', 'norm'},
+    'attn window': {'norm', 'parallel_attn', 'rotary_embedding'},
+}
+
+
+@pytest.mark.parametrize('name', OPERATORS)
+def test_exported_for_any_length(name):
+    """Kernels are operators of the program, whatever T is."""
+    layer, x = make(name, FP32), hidden(1, 20, dtype=FP32)
+    shapes = ({1: torch.export.Dim('T', min=2, max=4096)},)
+    with use_backend('default', op='attn'):
+        exported = torch.export.export(layer, (x,), dynamic_shapes=shapes)
+        targets = [str(node.target).split('.') for node in exported.graph.nodes]
+        assert {target[1] for target in targets if target[0] == 'fla'} == OPERATORS[name]
+        for length in (20, 9):
+            x = hidden(1, length, dtype=FP32)
+            assert torch.equal(layer(x)[0], exported.module()(x)[0])

@@ -1,5 +1,5 @@
-"""Names and shapes in checkpoints are those of docs/layers.md, for every kind of each layer; arguments are those that callers
-of flash-linear-attention's layers pass."""
+"""Names and shapes in checkpoints are those of docs/layers.md, for every kind of each layer; arguments are what callers of
+flash-linear-attention's layers pass."""
 
 import inspect
 import itertools
