@@ -7,6 +7,7 @@ import torch
 
 from fla.layers import Cache
 from fla.ops.backends import trace
+from tests import bounds
 from tests.layers.test_layers import LAYERS, RECURRENT, bound, error, hidden, make
 
 
@@ -122,3 +123,18 @@ def test_padded_attention_is_packed_attention():
         rest = layer(x[:, 4:], attention_mask=mask, past_key_values=cache)[0]
     assert not any(record.function == 'attn.parallel_attn' for record in recorded)
     torch.testing.assert_close(rest, o[:, 4:])
+
+
+@pytest.mark.parametrize('name', ['attn', 'attn window', 'attn nope'])
+def test_gradients_of_padded_attention_where_nobody_may_wait(name):
+    """As packed, of the input and of every parameter."""
+    layer = make(name, torch.float32)
+    x = hidden(2, 6, dtype=torch.float32).requires_grad_()
+    mask = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1]])
+    weights, leaves = hidden(2, 6, dtype=torch.float32, seed=5), [x, *layer.parameters()]
+    compiled = torch.compile(layer, fullgraph=True, backend='aot_eager')
+    packed, padded = (
+        torch.autograd.grad((mixer(x, attention_mask=mask)[0] * weights).sum(), leaves) for mixer in (layer, compiled)
+    )
+    limit = bounds.of_compiled(bounds.of_gradient(bounds.of_layer(torch.float32)))
+    assert all(error(one, other) < limit for one, other in zip(packed, padded, strict=True))

@@ -18,6 +18,7 @@ CASES = {
     'plain': ({}, {}),
     'one head of keys': ({'kv_heads': 1}, {'scale': 0.3}),
     'negative scale': ({'kv_heads': 4}, {'scale': -2.0}),
+    'scale of 0': ({'kv_heads': 4}, {'scale': 0}),
     'window of 1': ({}, {'window_size': 1}),
     'window': ({}, {'window_size': 70}),
     'long window': ({'length': 1000}, {'window_size': 300}),

@@ -24,6 +24,7 @@ CASES = {
     'plain': ({'length': 140}, {}),
     'grouped, scaled': ({'length': 20, 'heads': 6, 'kv_heads': 2}, {'scale': 0.3}),
     'negative scale': ({'length': 40}, {'scale': -2.0}),
+    'scale of 0': ({'length': 40}, {'scale': 0}),
     'float16, wide heads': ({'length': 130, 'dim': 128, 'dtype': FP16, **ONE_HEAD}, {}),
     'wide heads': ({'length': 130, 'dim': 128, **ONE_HEAD}, {'window_size': 100}),
     'window of one': ({'length': 140, **ONE_HEAD}, {'window_size': 1}),
