@@ -297,6 +297,18 @@ def test_compiled():
     assert torch.equal(*caches)
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_compiles_in_float32(capability):
+    x, weight = empty(2, 999, 1536, dtype=torch.float32), empty(1536, 4, dtype=torch.float32)
+    with compile_only(capability) as compiled:
+        launch_forward(x, weight, None, None, None, None, False, True)
+        launch_backward(x, weight, None, None, None, True, x, None)
+        launch_update(x[:, 0], empty(2, 1536, 4, dtype=torch.float32), None, weight, None, True)
+    print(*compiled, sep='\n')
+    assert all(one.spilled <= 64 for one in compiled)
+
+
 def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device='meta')
 

@@ -56,6 +56,21 @@ def test_cross_entropy(dtype, options, classes, ignore_index):
     assert bounds.relative_rms(wanted, got, floor) <= bounds.of_reference(dtype)[0]
 
 
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+def test_in_place(dtype):
+    """The gradient by numbers, in the memory of the logits."""
+    source, target = case(64, 50257, dtype)
+    source.requires_grad_()
+    exact = source.detach().double().requires_grad_()
+    logits = source * 1
+    losses, _ = on_triton(cross_entropy_loss, logits, target, inplace_backward=True)
+    weights = torch.linspace(1, 2, 64).double()
+    (wanted,) = gradients(oracle(exact, target)[0], weights, exact)
+    (got,) = gradients(losses, weights, source)
+    assert bounds.relative_rms(wanted, got) <= bounds.of_reference(dtype)[0]
+    assert bounds.relative_rms(wanted, logits.detach()) <= bounds.of_reference(dtype)[0]
+
+
 def test_more_than_2_31_numbers():
     rows, classes = 9000, 256000
     logits = torch.randn(1, classes, device='cuda', dtype=torch.bfloat16).expand(rows, classes)

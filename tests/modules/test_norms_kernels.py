@@ -418,6 +418,25 @@ def test_compiles(capability, dim):
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize(
+    ('capability', 'dtype'), [((9, 0), FP16), *((c, FP32) for c in ((8, 0), (9, 0), (10, 0), (12, 0)))], ids=str
+)
+def test_every_kind_compiles(capability, dtype):
+    """Of the widths of a head and of a model."""
+    norms = [(kernels.Norm('l2', 1e-6), 128), (kernels.Norm('rms', 1e-6, 'sigmoid'), 128), (kernels.Norm('rms', 1e-6), 2048)]
+    with compile_only(capability) as compiled:
+        for norm, dim in (*norms, (kernels.Norm('layer', 1e-5, num_groups=8), 2048)):
+            x, weight = (torch.empty(*shape, dim, dtype=dtype, device='meta') for shape in ((64,), ()))
+            g, weight = x if norm.activation else None, None if norm.kind == 'l2' else weight
+            bias = weight if norm.kind == 'layer' else None
+            kernels.forward(x, None, g, weight, bias, norm, dtype, False)
+            wanted = (weight is not None, bias is not None)
+            kernels.backward(x, None, g, weight, bias, x, None, norm, (dtype, None), wanted)
+    print(*compiled, sep='\n')
+    assert all(one.spilled == 0 for one in compiled)
+
+
+@pytest.mark.triton
 def test_few_specialisations():
     """Lengths and strides compile nothing anew."""
     with compile_only((9, 0)) as compiled:
