@@ -35,6 +35,7 @@ class Module:
         positional: arguments behind the tensors; some of FLA's functions take no keywords.
         constants: arguments behind those, by keyword.
         named: the tensors are passed by keyword, too.
+        backward: whether there is one.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Module:
     positional: tuple[Any, ...] = ()
     constants: dict[str, Any] = field(default_factory=dict)
     named: bool = False
+    backward: bool = True
 
     def function(self) -> Callable[..., Any]:
         """The dispatched function, or FLA's, of the tensors alone."""
@@ -118,6 +120,11 @@ def _rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 def _causal_conv1d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
     return F.silu(F.conv1d(padded, weight[:, None], groups=weight.shape[0])).transpose(1, 2)
+
+
+def _causal_conv1d_update(x: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    cache.copy_(torch.cat([cache[:, :, 1:], x[:, :, None]], -1))
+    return F.silu((wide(cache) * wide(weight)).sum(-1)).to(x.dtype)
 
 
 def _cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -273,6 +280,18 @@ MODULES = {
         (2, 3),
         few=_one_batch,
         constants={'activation': 'silu'},
+    ),
+    'causal_conv1d_update': Module(
+        'fla.modules.convolution.causal_conv1d_update',
+        'N, D',
+        {'small': (8, 8192), 'large': (1024, 8192), 'dry': (3, 16)},
+        lambda shape, normal: {'x': normal(*shape), 'cache': normal(*shape, 4), 'weight': normal(shape[1], 4)},
+        _causal_conv1d_update,
+        # the cache is read and written
+        (10, 0),
+        constants={'activation': 'silu'},
+        named=True,
+        backward=False,
     ),
     'cross_entropy': Module(
         'fla.modules.fused_cross_entropy.cross_entropy_loss',

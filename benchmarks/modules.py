@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from _fla_process import FLA, fla_rows
 from _gpu import gpu_ms, peak_mib, wall_ms
-from _module_cases import MODULES, Module, first, inputs, relative, with_gradients
+from _module_cases import MODULES, Module, Tensors, first, inputs, relative, with_gradients
 from _results import ResultFile, command, machine, said
 
 # of this package, by name of a backend; a package by itself, where its backend refuses; plain PyTorch; the same compiled
@@ -102,8 +102,9 @@ def errors(module: Module, backend: str, shape: tuple[int, ...], device: str, ba
     tensors = inputs(module, module.few(shape), device)
     found = []
     for function, dtype in ((function_of(module, backend), None), (module.plain, torch.float64)):
-        given, leaves = with_gradients(tensors, dtype) if backward or dtype else (tensors, [])
-        result = first(function(**given))
+        given, leaves = with_gradients(tensors, dtype) if backward or dtype else (copies(tensors), [])
+        with torch.set_grad_enabled(backward):
+            result = first(function(**given))
         do = (
             torch.randn(result.shape, generator=torch.Generator(device).manual_seed(1), device=device)
             if result.dim()
@@ -113,6 +114,11 @@ def errors(module: Module, backend: str, shape: tuple[int, ...], device: str, ba
         found.append([result, *(torch.autograd.grad(result, leaves, do) if backward else ())])
     names = ['out', *(f'd{name}' for name, one in with_gradients(tensors)[0].items() if one.requires_grad)]
     return {name: relative(*pair) for name, *pair in zip(names, *found, strict=False)}
+
+
+def copies(tensors: Tensors) -> Tensors:
+    """What a call may change."""
+    return {name: one.clone() for name, one in tensors.items()}
 
 
 def measured(module: Module, backend: str, shape: tuple[int, ...], clock: Clock) -> dict[str, Any]:
@@ -136,6 +142,9 @@ def measured(module: Module, backend: str, shape: tuple[int, ...], clock: Clock)
     for name, call, moved in zip(
         ('forward', 'both'), (forward, both), module.bytes_of(tensors) or (None, None), strict=True
     ):
+        if name == 'both' and not module.backward:
+            row['both_refused'] = 'there is no backward'
+            continue
         try:
             began = time.perf_counter()
             call()
