@@ -8,7 +8,7 @@ from torch import nn
 
 from fla.layers.cache import Cache, check_cache, check_rows
 from fla.layers.checks import check_hidden, check_sizes
-from fla.layers.padding import Packing, may_wait
+from fla.layers.padding import Packing, may_pack
 from fla.modules.layernorm import RMSNorm
 from fla.modules.rotary import RotaryEmbedding
 from fla.ops.attn import parallel_attn
@@ -89,8 +89,9 @@ class Attention(nn.Module):
             hidden_states: `[B, T, hidden_size]`.
             attention_mask: `[B, S]`, 1 for steps and 0 for padding anywhere, S all steps up to now, cached ones included.
                 Padding is not seen, has no position, and gets zeros out. With nothing cached yet, steps are packed, which
-                waits for the device. After cached ones, in compiled code and in a CUDA graph capture, PyTorch's attention
-                serves the call and not `parallel_attn`, with a mask `[B, T, S]`.
+                waits for the device, or in compiled code and in a CUDA graph capture costs the work on padding. After cached
+                ones, and in compiled code on a CPU, PyTorch's attention serves the call and not `parallel_attn`, with a mask
+                `[B, T, S]`.
             past_key_values: the keys and values to go on from, updated in place; not with `cu_seqlens`.
             output_attentions: must be False; the weights are not kept.
             use_cache: with no `past_key_values`, make a new cache.
@@ -122,7 +123,7 @@ class Attention(nn.Module):
             )
 
         packing = steps = None
-        if attention_mask is not None and past == 0 and may_wait(hidden_states):
+        if attention_mask is not None and past == 0 and may_pack(hidden_states):
             packing = Packing.of(attention_mask)
             hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
         elif attention_mask is not None:

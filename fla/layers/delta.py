@@ -92,8 +92,9 @@ class DeltaLayer(nn.Module):
         Args:
             hidden_states: `[B, T, hidden_size]`.
             attention_mask: `[B, S]`, 1 for steps and 0 for padding anywhere; the last T columns are of `hidden_states`.
-                Padding changes no state, and gets zeros out. Costs a wait for the device or, where one step goes on from
-                states, some small launches; where no new step is padding, as in generation, it may be left out.
+                Padding changes no state, and gets zeros out. Costs a wait for the device, or in compiled code and in a CUDA
+                graph capture the work on padding, or, where one step goes on from states, some small launches; where no new
+                step is padding, as in generation, it may be left out.
             past_key_values: the states to go on from, updated in place.
             use_cache: with no `past_key_values`, make a new cache.
             output_attentions: must be False; there are no attention weights.
@@ -123,7 +124,7 @@ class DeltaLayer(nn.Module):
             else:
                 packing = Packing.of(attention_mask[:, attention_mask.shape[1] - length :])
                 hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
-        out = self._mix(hidden_states, state, cu_seqlens, padding, decoding=length == 1)
+        out = self._mix(hidden_states, state, cu_seqlens, packing, padding, decoding=length == 1)
         if state is not None:
             state.length += length
         return out if packing is None else packing.unpack(out), None, past_key_values
@@ -133,6 +134,7 @@ class DeltaLayer(nn.Module):
         x: torch.Tensor,
         state: LayerState | None,
         cu_seqlens: torch.Tensor | None,
+        packing: Packing | None,
         padding: torch.Tensor | None,
         decoding: bool,
     ) -> torch.Tensor:
@@ -141,9 +143,11 @@ class DeltaLayer(nn.Module):
         if padding is not None:
             x = x.masked_fill(padding, 0.0)
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        conv = None
+        conv: tuple[Any, ...] | None = None
         if self.use_short_conv:
-            before = (None, None, None) if state is None or state.conv is None else state.conv
+            before: tuple[torch.Tensor | None, ...] = (None, None, None)
+            if state is not None and state.conv is not None:
+                before = state.conv if packing is None else tuple(packing.states(past) for past in state.conv)
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             results = [
                 _convolved(convolution, y, past, state is not None, cu_seqlens, padding)
@@ -158,6 +162,9 @@ class DeltaLayer(nn.Module):
             beta = beta.masked_fill(padding, -math.inf)
             gate = gate.masked_fill(padding if gate.dim() == 3 else padding[..., None], -math.inf)
 
+        initial = None if state is None else state.recurrent
+        if packing is not None:
+            initial = packing.states(initial)
         recurrence = type(self).fused_recurrent if decoding or self.mode == 'fused_recurrent' else type(self).chunk
         o, final = recurrence(
             q.view(batch, length, self.num_heads, self.head_k_dim),
@@ -165,7 +172,7 @@ class DeltaLayer(nn.Module):
             v.view(batch, length, self.num_v_heads, self.head_v_dim),
             g=gate,
             beta=beta,
-            initial_state=None if state is None else state.recurrent,
+            initial_state=initial,
             output_final_state=state is not None,
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
@@ -178,6 +185,8 @@ class DeltaLayer(nn.Module):
         output_gate = self.output_gate(x)
         o = self.o_norm(o) if output_gate is None else self.o_norm(o, output_gate.view(o.shape))
         out: torch.Tensor = self.o_proj(o.reshape(batch, length, self.value_dim))
+        if state is not None and packing is not None:
+            final, conv = packing.of_rows(final), conv and tuple(packing.of_rows(after) for after in conv)
         if state is not None:
             state.conv, state.recurrent = conv, final
         return out if padding is None else out.masked_fill(padding, 0.0)

@@ -12,33 +12,60 @@ def may_wait(x: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
+def may_pack(x: torch.Tensor) -> bool:
+    """Whether attention gets a padded batch packed. Not where nobody may wait, so that padding is packed as well, and packed
+    sequences are a mask after all, which is larger then."""
+    return may_wait(x) or x.is_cuda
+
+
 @dataclass(frozen=True)
 class Packing:
     """Where the steps of a padded batch are.
 
+    Where nobody may wait for how many steps there are, padding is a sequence of its own, the last one.
+
     Attributes:
-        places: of the steps in the flat `[B * T]`.
-        cu_seqlens: `[B + 1]`, int32.
+        places: of the steps in the flat `[B * T]`; of the padding after them, if that is packed as well.
+        cu_seqlens: `[B + 1]`, int32, or `[B + 2]`.
         shape: (B, T).
+        padding: `[B * T]`, which of the places are padding; None: none of them is.
     """
 
     places: torch.Tensor
     cu_seqlens: torch.Tensor
     shape: tuple[int, int]
+    padding: torch.Tensor | None = None
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> Packing:
-        """Of a mask `[B, T]`, padding anywhere. Waits for the device: how many steps there are decides the shapes."""
-        kept = mask.bool()
+        """Of a mask `[B, T]`, padding anywhere. Waits for the device where that may be, as fewer rows are less work."""
+        kept, shape = mask.bool(), (mask.shape[0], mask.shape[1])
         cu_seqlens = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).int()
-        return cls(kept.flatten().nonzero()[:, 0], cu_seqlens, (mask.shape[0], mask.shape[1]))
+        if may_wait(mask):
+            return cls(kept.flatten().nonzero()[:, 0], cu_seqlens, shape)
+        padding = ~kept.flatten()
+        places = padding.to(torch.uint8).argsort(stable=True)
+        ends = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), shape[0] * shape[1])])
+        return cls(places, ends, shape, padding[places])
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """`[B, T, D]` to `[1, steps, D]`."""
-        return x.reshape(-1, x.shape[-1])[self.places][None]
+        """`[B, T, D]` to `[1, rows, D]`, zeros for padding."""
+        rows = x.reshape(-1, x.shape[-1])[self.places]
+        return rows[None] if self.padding is None else rows.masked_fill(self.padding[:, None], 0.0)[None]
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """`[1, steps, …]` to `[B, T, …]`, zeros for padding."""
+        """`[1, rows, …]` to `[B, T, …]`, zeros for padding."""
         batch, length = self.shape
-        flat = x.new_zeros(batch * length, *x.shape[2:]).index_copy(0, self.places, x[0])
-        return flat.view(batch, length, *x.shape[2:])
+        rows = x[0]
+        if self.padding is not None:
+            rows = rows.masked_fill(self.padding.view(-1, *[1] * (rows.dim() - 1)), 0.0)
+        flat = rows.new_zeros(batch * length, *rows.shape[1:]).index_copy(0, self.places, rows)
+        return flat.view(batch, length, *rows.shape[1:])
+
+    def states(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """States of the rows `[B, …]`, and zeros where padding is a sequence."""
+        return x if x is None or self.padding is None else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the states of all sequences those of the rows."""
+        return x if self.padding is None else x[:-1]

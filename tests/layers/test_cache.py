@@ -44,7 +44,7 @@ def test_an_empty_cache_has_no_rows_to_change():
 
 @pytest.mark.parametrize('pieces', [[5], [1, 4], [4, 1], [1, 1, 1, 1, 1], [2, 3]], ids=str)
 @pytest.mark.parametrize('name', LAYERS)
-def test_padded_prefill_in_pieces(name, pieces):
+def test_padded_prefill_in_pieces(padded, name, pieces):
     """Padding changes nothing, also where a piece is one step, and whatever is there."""
     layer, x = make(name), hidden(4, 5)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0]])
@@ -93,7 +93,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(name, length):
 @pytest.mark.parametrize('name', LAYERS)
 @pytest.mark.parametrize('shape', [(2, 0), (0, 3), (0, 1), (0, 0)], ids=str)
 @pytest.mark.parametrize('masked', [False, True])
-def test_nothing(name, shape, masked):
+def test_nothing(padded, name, shape, masked):
     layer, x = make(name), hidden(*shape)
     mask = torch.ones(shape) if masked else None
     o, _, cache = layer(x, attention_mask=mask, use_cache=True)
@@ -133,8 +133,8 @@ def test_gradients_of_padded_attention_where_nobody_may_wait(name):
     mask = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1]])
     weights, leaves = hidden(2, 6, dtype=torch.float32, seed=5), [x, *layer.parameters()]
     compiled = torch.compile(layer, fullgraph=True, backend='aot_eager')
-    packed, padded = (
+    packed, masked = (
         torch.autograd.grad((mixer(x, attention_mask=mask)[0] * weights).sum(), leaves) for mixer in (layer, compiled)
     )
     limit = bounds.of_compiled(bounds.of_gradient(bounds.of_layer(torch.float32)))
-    assert all(error(one, other) < limit for one, other in zip(packed, padded, strict=True))
+    assert all(error(one, other) < limit for one, other in zip(packed, masked, strict=True))

@@ -198,7 +198,7 @@ def test_packed_sequences(name):
 
 @pytest.mark.parametrize('side', ['left', 'right', 'none'])
 @pytest.mark.parametrize('name', LAYERS)
-def test_padded_generation(name, side):
+def test_padded_generation(padded, name, side):
     """Sequences of different lengths give what each gives alone, whatever is at the padding."""
     layer, steps = make(name), 3
     lengths = [6, 2, 4] if side != 'none' else [6, 6, 6]
@@ -253,7 +253,7 @@ def test_gradients_of_packed_sequences(name):
 
 
 @pytest.mark.parametrize('name', LAYERS)
-def test_gradients_of_padded_sequences(name):
+def test_gradients_of_padded_sequences(padded, name):
     """Those of the steps alone, also where padding is no number and something is said of its output."""
     layer, x = make(name), hidden(1, 9).requires_grad_()
     kept = torch.tensor([0, 0, 1, 1, 0, 1, 1, 1, 0]).bool()
@@ -278,7 +278,7 @@ class _Undetached:
         return self._tensor
 
 
-def test_padding_does_not_reach_gradients():
+def test_padding_does_not_reach_gradients(padded):
     for name in LAYERS:
         layer, x = make(name), hidden(2, 5).requires_grad_()
         mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -323,6 +323,24 @@ def test_compiled_packed_sequences(name, dynamic):
             lens = torch.tensor(lens)
             o = compiled(x, cu_seqlens=lens)[0]
             assert error(layer(x, cu_seqlens=lens)[0], o) < bounds.of_compiled(bounds.of_layer(torch.float32))
+
+
+@pytest.mark.parametrize('name', ['gdn', 'gdn plain', 'kda', 'attn', 'attn window'])
+def test_compiled_padded_sequences(name):
+    """Nothing breaks the graph, with a cache or without."""
+    layer, x = make(name, torch.float32), hidden(3, 9, dtype=torch.float32)
+    limit = bounds.of_compiled(bounds.of_layer(torch.float32))
+    mask = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 1], [1] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0]])
+    compiled = torch.compile(layer, fullgraph=True, backend='aot_eager')
+    with torch.no_grad():
+        assert error(layer(x, attention_mask=mask)[0], compiled(x, attention_mask=mask)[0]) < limit
+        caches = [Cache(), Cache()]
+        for piece in (slice(0, 4), slice(4, 9)):
+            found, right = (
+                mixer(x[:, piece], attention_mask=mask[:, : piece.stop], past_key_values=cache)[0]
+                for mixer, cache in zip((compiled, layer), caches, strict=True)
+            )
+            assert error(right, found) < limit
 
 
 @pytest.mark.parametrize('name', ['gdn', 'kda conv bias'])

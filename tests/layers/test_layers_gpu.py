@@ -30,6 +30,14 @@ def served_by(recorded):
     return {backend for _, backend in recorded.counters}
 
 
+def padding(*lengths):
+    """A mask that has so many steps in each row, behind two of padding."""
+    mask = torch.zeros(len(lengths), 220, device='cuda')
+    for row, length in zip(mask, lengths, strict=True):
+        row[2 : 2 + length] = 1
+    return mask
+
+
 @pytest.mark.parametrize('dtype', [FP32, BF16, torch.float16], ids=str)
 @pytest.mark.parametrize('name', LAYERS)
 def test_against_the_formula(name, dtype):
@@ -57,9 +65,7 @@ def test_packed_and_padded_sequences(name, dtype):
             o = layer(x, cu_seqlens=torch.tensor([0, 130, 130, 131, 333], device='cuda', dtype=index))[0]
         assert served_by(recorded) == {'default'}
         assert error(right, o.cpu()) < limit(dtype)
-    mask = torch.zeros(3, 220, device='cuda')
-    for row, (a, b) in zip(mask, SPANS, strict=True):
-        row[2 : 2 + b - a] = 1
+    mask = padding(130, 1, 202)
     padded = x.new_full((3, 220, x.shape[2]), torch.nan)
     padded[mask.bool()] = x[0].detach()
     with trace() as recorded:
@@ -95,22 +101,66 @@ def test_compiled(name):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize('name', LAYERS)
+def test_compiled_padded_sequences(name):
+    """Without a break or a wait, by the kernels, with gradients."""
+    layer, x, _, _ = on_gpu(name, FP32, 3, 220)
+    mask = padding(130, 1, 202)
+    x = x.detach().masked_fill(mask[..., None] == 0, torch.nan).requires_grad_()
+    compiled = torch.compile(layer, fullgraph=True)
+    with trace() as recorded:
+        o = compiled(x, attention_mask=mask)[0]
+    assert served_by(recorded) == {'default'}
+    right = layer(x, attention_mask=mask)[0]
+    assert error(right, o) < bounds.of_compiled(limit(FP32))
+    leaves = [x, *layer.parameters()]
+    for one, other in zip(*(torch.autograd.grad((y * y).sum(), leaves) for y in (right, o)), strict=True):
+        assert error(one, other) < bounds.of_compiled(bounds.of_gradient(limit(FP32)))
+    torch._dynamo.reset()
+
+
+def captured(call):
+    """The graph of a call and what it returns, after two calls outside of it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, call()
+
+
+@pytest.mark.parametrize('name', ['gdn', 'kda', 'attn window'])
+def test_captured_padded_sequences(name):
+    """A graph of a padded batch follows new numbers and new padding, also with a new cache."""
+    layer, x, _, _ = on_gpu(name, FP32, 3, 220)
+    x, mask = x.detach(), padding(130, 1, 202)
+    with torch.no_grad():
+        # kernels of a packed batch with the padding in it
+        layer(
+            x.view(1, 660, -1), cu_seqlens=torch.tensor([0, 130, 131, 333, 660], device='cuda'), use_cache='attn' not in name
+        )
+        graph, (o, _, cache) = captured(lambda: layer(x, attention_mask=mask, use_cache=True))
+        x.copy_(x.flip(1))
+        mask.copy_(padding(5, 218, 64))
+        graph.replay()
+        right, _, other = layer(x, attention_mask=mask, use_cache=True)
+        assert error(right, o) < bounds.of_compiled(limit(FP32))
+        more, mask = hidden(3, 2, dtype=FP32, seed=2).cuda(), torch.cat([mask, mask.new_ones(3, 2)], 1)
+        right, found = (layer(more, attention_mask=mask, past_key_values=kept)[0] for kept in (other, cache))
+        assert error(right, found) < bounds.of_compiled(limit(FP32))
+
+
 @pytest.mark.parametrize('name', ['gdn', 'kda', 'attn window'])
 def test_captured(name):
     """A graph of a packed batch follows new numbers and new lengths."""
     layer, x, _, _ = on_gpu(name, BF16, 1, 333)
     x, lens = x.detach(), torch.tensor([0, 130, 130, 131, 333], device='cuda')
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad():
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                layer(x, cu_seqlens=lens)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = layer(x, cu_seqlens=lens)[0]
+        graph, (o, _, _) = captured(lambda: layer(x, cu_seqlens=lens))
         x.copy_(x.flip(1))
         lens.copy_(torch.tensor([0, 5, 200, 201, 333]))
         graph.replay()
-        assert torch.equal(captured.clone(), layer(x, cu_seqlens=lens)[0])
+        assert torch.equal(o, layer(x, cu_seqlens=lens)[0])

@@ -325,6 +325,20 @@ def test_compiled_for_any_length():
         torch.testing.assert_close(compiled(**given), parallel_attn(**given))
 
 
+@pytest.mark.parametrize('scale', [-0.3, 0, 0.3, None])
+def test_pytorch_gets_a_scale_above_0(monkeypatch, scale):
+    """On a GPU; here it does not show."""
+    seen, attention = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args, **options):
+        seen.append(options['scale'])
+        return attention(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', watched)
+    parallel_attn.bind(backend='sdpa')(**inputs(), scale=scale)
+    assert seen == [None if scale is None else abs(scale) or 1.0]
+
+
 def test_a_scale_that_is_no_number_shows():
     for backend in ('reference', 'sdpa'):
         assert parallel_attn.bind(backend=backend)(**inputs(), scale=torch.nan)[:, 1:].isnan().all()

@@ -1,0 +1,21 @@
+"""Fixtures of the layers' tests."""
+
+import pytest
+import torch
+
+from fla.layers import attn, padding
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """All layers share their code, of which so many variants are compiled and no more."""
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=['waits', 'packs padding', 'masks'])
+def padded(request, monkeypatch):
+    """The roads of a padded batch: of eager code, and where nobody may wait; attention has two of those."""
+    if request.param != 'waits':
+        monkeypatch.setattr(padding, 'may_wait', lambda x: False)
+        monkeypatch.setattr(attn, 'may_pack', lambda x: request.param == 'packs padding')
+    return request.param
