@@ -17,10 +17,16 @@ from tests.ops.vendors import BF16, FP16, FP32, H100, fakes, install, pretend, r
 from tests.vendor_signatures import SIGNATURES
 
 from .losses import gradients, linear_oracle, oracle, targets
-from .oracle import differentiating, error, opcheck
+from .oracle import differentiating, error, opcheck, served_by
 
 CROSS = 'liger_kernel.ops.cross_entropy.cross_entropy_forward'
 LINEAR = 'liger_kernel.ops.fused_linear_cross_entropy.fused_linear_cross_entropy_forward'
+
+
+def points_inside(target, classes, ignore_index):
+    """The package reads, and the linear loss writes, where a target points."""
+    assert target.dtype == torch.int64
+    return bool(((target == ignore_index) | ((target >= 0) & (target < classes))).all())
 
 
 def cross_entropy_forward(
@@ -28,7 +34,7 @@ def cross_entropy_forward(
 ):
     """As the package: the gradient is written over what it is given, if that requires one."""
     assert (weight, reduction, return_z_loss) == (None, 'none', True)
-    assert target.dtype == torch.int64
+    assert points_inside(target, _input.shape[1], ignore_index)
     assert _input.is_contiguous()
     exact = _input.detach().double().requires_grad_()
     with differentiating():
@@ -43,6 +49,7 @@ def fused_linear_cross_entropy_forward(
     _input, weight, target, ce_weight, bias, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
 ):
     assert (ce_weight, lse_square_scale) == (None, 0.0)
+    assert points_inside(target, weight.shape[0], ignore_index)
     given = [None if one is None else one.detach().double().requires_grad_() for one in (_input, weight, bias)]
     options = {'ignore_index': ignore_index, 'label_smoothing': label_smoothing, 'logit_softcapping': softcap}
     with differentiating():
@@ -212,6 +219,61 @@ def test_linear_of_ignored_rows(package, reduction):
     assert loss.isnan() if reduction == 'mean' else loss == 0
 
 
+WRONG = [16, 17, 10**6, 2**31 - 1, -1, -7, -100]
+
+
+@pytest.mark.parametrize('ignore_index', [-100, 3, 40])
+@pytest.mark.parametrize('now', [True, False])
+@pytest.mark.parametrize('wrong', WRONG)
+def test_wrong_targets_of_cross_entropy(package, wrong, now, ignore_index):
+    """On a GPU nobody reads targets: Liger points nowhere outside, and NaN are what the default's are, row by row."""
+    if wrong == ignore_index:
+        return
+    logits, target = torch.randn(5, 16), targets(5, 16, [1], ignore_index).int()
+    target[3] = wrong
+    numbers = (0.1, 3.0, ignore_index, 0.01)
+    found, z_losses, gradient = losses._forward(logits, target, *numbers, now)
+    got = losses._backward(logits, target, *numbers, gradient, torch.ones(5))
+    right = [0, 1, 2, 4]
+    exact = logits[right].double().requires_grad_()
+    expected, expected_z = oracle(exact, target[right], 0.1, 1.0, 0.01, 3.0, ignore_index)
+    assert found.isnan().tolist() == [False, False, False, True, False]
+    assert got[3].isnan().all()
+    assert error(expected, found[right]) <= bounds.EXACT[FP32]
+    assert error(expected_z, z_losses[right]) <= bounds.EXACT[FP32]
+    assert error(gradients(expected, torch.ones(4), exact)[0], got[right]) <= bounds.EXACT[FP32]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('ignore_index', [-100, 3, 40])
+@pytest.mark.parametrize('now', [True, False])
+@pytest.mark.parametrize('reduction', ['mean', 'sum'])
+@pytest.mark.parametrize('wrong', WRONG)
+def test_wrong_targets_of_the_linear_one(package, wrong, reduction, now, ignore_index):
+    """A wrong one counts in the mean, and the gradients of rows with a right one stay."""
+    if wrong == ignore_index:
+        return
+    x, weight, bias = torch.randn(5, 8), torch.randn(16, 8), torch.randn(16)
+    target = targets(5, 16, [1], ignore_index).int()
+    target[3] = wrong
+    given, numbers = (x, target, weight, bias), (0.1, 3.0, ignore_index, reduction)
+    loss, *kept = losses._linear_forward(*given, *numbers, now, now, now)
+    assert loss.isnan()
+    dx, dweight, dbias = losses._linear_backward(*given, *numbers, *kept, torch.tensor(1.0), (True, True, True))
+    assert dweight.isnan().all()
+    assert dbias.isnan().all()
+    assert dx[3].isnan().all()
+    right = [0, 1, 2, 4]
+    exact = x[right].double().requires_grad_()
+    options = {'label_smoothing': 0.1, 'logit_softcapping': 3.0, 'ignore_index': ignore_index}
+    expected = linear_oracle(exact, target[right], weight.double(), bias.double(), reduction='sum', **options)
+    counted = int((target != ignore_index).sum()) if reduction == 'mean' else 1
+    (wanted,) = torch.autograd.grad(expected / counted, exact)
+    assert error(wanted, dx[right]) <= bounds.EXACT[FP32]
+    *_, dbias = losses._linear_backward(*given, *numbers, *kept, torch.tensor(1.0), (False, False, True))
+    assert dbias.isnan().all()
+
+
 @pytest.mark.interpreted
 def test_operators_keep_the_rules(package):
     logits, target = torch.randn(3, 16, requires_grad=True), targets(3, 16)
@@ -261,3 +323,31 @@ def test_liger_itself(monkeypatch, options):
         assert error(expected, loss) <= bound
         for a, b in zip(torch.autograd.grad(expected, exact), torch.autograd.grad(loss * 1.0, given), strict=True):
             assert error(a, b) <= bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('wrong', [5003, 2**40, -7])
+def test_wrong_targets_by_liger_itself(monkeypatch, wrong):
+    """NaN are where the default has them, and all else is as with a right target, bit by bit."""
+    pytest.importorskip('liger_kernel')
+    monkeypatch.setenv('FLA_LIGER', '1')
+    target = targets(50, 5003, [1]).cuda()
+    target[7] = 0
+    bad = target.clone()
+    bad[7] = wrong
+    rows = torch.arange(50, device='cuda') == 7
+    x, weight = (torch.randn(n, 64, device='cuda', requires_grad=True) for n in (50, 5003))
+    logits = torch.randn(50, 5003, device='cuda', requires_grad=True)
+    with use_backend('liger', op='modules'), served_by('liger'):
+        (good, _), (found, _) = (cross_entropy_loss(logits, one) for one in (target, bad))
+        whole, broken = (fused_linear_cross_entropy_loss(x, one, weight) for one in (target, bad))
+    assert torch.equal(found.isnan(), rows)
+    assert torch.equal(found[~rows], good[~rows])
+    (wanted,), (got,) = (torch.autograd.grad(one.sum(), logits) for one in (good, found))
+    assert got[7].isnan().all()
+    assert torch.equal(got[~rows], wanted[~rows])
+    assert broken.isnan()
+    (dx, _), (got, dweight) = (torch.autograd.grad(one * 1.0, (x, weight)) for one in (whole, broken))
+    assert got[7].isnan().all()
+    assert dweight.isnan().all()
+    assert torch.equal(got[~rows], dx[~rows])

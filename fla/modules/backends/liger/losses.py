@@ -13,6 +13,15 @@ from fla.ops.backends.opaque import opaque
 from fla.ops.common.triton_call import on_device_of
 
 _NUMBERS = 'float label_smoothing, float logit_softcapping, int ignore_index'
+_IGNORED = -100
+
+
+def _safe(target: torch.Tensor, classes: int, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Targets for Liger, int64, and which of those given are wrong: no class and not ignored. Liger reads, and its linear
+    loss writes, wherever a target points; so a wrong one gets a class, is counted as such, and is made NaN afterwards."""
+    target = target.long()
+    near, ignored = target.clamp(0, classes - 1), target == ignore_index
+    return near.masked_fill(ignored, _IGNORED), (near != target) & ~ignored
 
 
 def _forward(
@@ -29,11 +38,12 @@ def _forward(
 
         # its kernel writes the gradient over what it is given, if that requires one
         copy = logits.detach().clone(memory_format=torch.contiguous_format).requires_grad_(now)
+        safe, wrong = _safe(target, logits.shape[1], ignore_index)
         losses, z_losses, *_, dlogits = cross_entropy_forward(
-            *(copy, target.long(), None, ignore_index, lse_square_scale, label_smoothing, 'none'),
+            *(copy, safe, None, _IGNORED, lse_square_scale, label_smoothing, 'none'),
             *(logit_softcapping or None, True),
         )
-        return losses, z_losses, dlogits.detach() if now else None
+        return losses.masked_fill(wrong, float('nan')), z_losses, dlogits.detach() if now else None
 
 
 def _fake(
@@ -63,7 +73,8 @@ def _backward(
         numbers = (label_smoothing, logit_softcapping, ignore_index, lse_square_scale)
         *_, gradient = _forward(logits, target, *numbers, True)
     assert gradient is not None
-    return gradient * dlosses[:, None]
+    _, wrong = _safe(target, logits.shape[1], ignore_index)
+    return gradient * dlosses.masked_fill(wrong, float('nan'))[:, None]
 
 
 _cross_entropy = opaque(
@@ -101,13 +112,16 @@ def _linear_forward(
             None if one is None else one.detach().contiguous().requires_grad_(now)
             for one, now in ((x, x_now), (weight, weight_now), (bias, bias_now))
         )
+        safe, wrong = _safe(target, weight.shape[0], ignore_index)
         loss, *_, dx, dweight, dbias = fused_linear_cross_entropy_forward(
-            *(given, out, target.long(), None, offset, ignore_index, 0.0, label_smoothing, reduction),
+            *(given, out, safe, None, offset, _IGNORED, 0.0, label_smoothing, reduction),
             logit_softcapping or None,
         )
+        undefined = wrong.any()
         if reduction == 'mean':
             # of no targets at all; Liger says 0
-            loss = torch.where((target != ignore_index).any(), loss, float('nan'))
+            undefined |= (safe == _IGNORED).all()
+        loss = loss.masked_fill(undefined, float('nan'))
         gradients = ((dx, x_now), (dweight, weight_now), (dbias, bias_now))
         return (loss.float(), *(one.detach() if now and one is not None else None for one, now in gradients))
 
@@ -151,8 +165,14 @@ def _linear_backward(
         _, *kept = _linear_forward(x, target, weight, bias, *numbers, *needs_input_grad)
     from fla.modules.kernels.cross_entropy import scaled
 
-    found = zip(needs_input_grad, kept, strict=True)
-    return tuple(scaled(one, dloss) if need and one is not None else None for need, one in found)
+    _, wrong = _safe(target, weight.shape[0], ignore_index)
+    # a row of x has its own target; the others are sums over all rows
+    of_all = dloss.masked_fill(wrong.any(), float('nan'))
+    dx, dweight, dbias = (
+        scaled(one, factor) if need and one is not None else None
+        for need, one, factor in zip(needs_input_grad, kept, (dloss, of_all, of_all), strict=True)
+    )
+    return None if dx is None else dx.masked_fill_(wrong[:, None], float('nan')), dweight, dbias
 
 
 _linear_cross_entropy = opaque(
