@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import check_dims, check_floating, check_int, check_shape, check_written, require
+from fla.modules.checks import check_dims, check_finite, check_floating, check_int, check_shape, check_written, require
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import check_tensors, dispatch
-from fla.ops.common.checks import check_cu_seqlens, check_given
+from fla.ops.common.checks import check_cu_seqlens, check_given, readable
 from fla.ops.common.gates import wide
 
 
@@ -46,7 +46,6 @@ def _check(
 ) -> None:
     check_given(x=x, cos=cos, sin=sin)
     check_floating(x=x, cos=cos, sin=sin)
-    check_tensors(x=x, cu_seqlens=cu_seqlens)
     if x.dim() != 4:
         raise ValueError(f'x must be [B, T, H, D], got shape {list(x.shape)}')
     check_dims('cos', cos, 2, '[S, R / 2]')
@@ -56,25 +55,39 @@ def _check(
         raise ValueError(f'cos [S, R / 2] turns R = {2 * cos.shape[1]} channels, but x has D = {x.shape[3]}')
     if inplace:
         check_written('x', x)
-    count = check_cu_seqlens(x, cu_seqlens, None, check_values)
-    if isinstance(seqlen_offsets, torch.Tensor):
-        check_tensors(x=x, seqlen_offsets=seqlen_offsets)
-        check_shape('seqlen_offsets', seqlen_offsets, (count,), 'an int or a tensor [N]')
-        if seqlen_offsets.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f'seqlen_offsets must be int32 or int64, got {seqlen_offsets.dtype}')
-    else:
-        check_int('seqlen_offsets', seqlen_offsets)
-        if cu_seqlens is None and not 0 <= seqlen_offsets <= cos.shape[0] - x.shape[1]:
+    check_offsets('seqlen_offsets', x, seqlen_offsets, cu_seqlens, check_values)
+    steps, rows = x.shape[1], cos.shape[0]
+    if not isinstance(seqlen_offsets, torch.Tensor):
+        # how long the longest of packed sequences is may stand on the device
+        least = steps if cu_seqlens is None else int(steps > 0)
+        if not 0 <= seqlen_offsets <= rows - least:
             raise ValueError(
-                f'cos has S = {cos.shape[0]} rows, too few for T = {x.shape[1]} steps from position '
-                f'seqlen_offsets = {seqlen_offsets} on'
+                f'cos has S = {rows} rows, too few for T = {steps} steps from position seqlen_offsets = {seqlen_offsets} on'
             )
-    if x.shape[1] and not cos.shape[0]:
-        raise ValueError(f'cos has S = 0 rows, too few for T = {x.shape[1]} steps')
-    if check_values and x.shape[1]:
+    if steps and not rows:
+        raise ValueError(f'cos has S = 0 rows, too few for T = {steps} steps')
+    content = [one for one in (seqlen_offsets, cu_seqlens) if isinstance(one, torch.Tensor)]
+    if x.shape[0] and steps and content and (check_values or all(readable(one) for one in content)):
         last = positions(x, seqlen_offsets, cu_seqlens).aminmax()
-        if last.min < 0 or last.max >= cos.shape[0]:
-            raise ValueError(f'cos has S = {cos.shape[0]} rows, but positions go from {last.min} to {last.max}')
+        if last.min < 0 or last.max >= rows:
+            raise ValueError(
+                f'cos has S = {rows} rows, but positions go from {int(last.min)} to {int(last.max)}: '
+                'seqlen_offsets must not be negative, and the tables reach to the last step'
+            )
+
+
+def check_offsets(
+    name: str, x: torch.Tensor, offsets: int | torch.Tensor, cu_seqlens: torch.Tensor | None, check_values: bool = False
+) -> None:
+    """Where the sequences of x `[B, T, …]` are packed, and the position of each one's first step: an int or `[N]`."""
+    check_tensors(x=x, cu_seqlens=cu_seqlens)
+    count = check_cu_seqlens(x, cu_seqlens, None, check_values)
+    if not isinstance(offsets, torch.Tensor):
+        return check_int(name, offsets)
+    check_tensors(x=x, **{name: offsets})
+    check_shape(name, offsets, (count,), 'an int or a tensor [N]')
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f'{name} must be int32 or int64, got {offsets.dtype}')
 
 
 def _fixed_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[bool, str | None]:
@@ -97,8 +110,8 @@ def rotary_embedding(
 
     Args:
         x: `[B, T, H, D]`, float16, bfloat16, float32 or float64.
-        cos, sin: `[S, R / 2]`, R at most D: a row for each position, any floating dtype. On the device nothing reads past
-            them: a position beyond gets the nearest row.
+        cos, sin: `[S, R / 2]`, R at most D: a row for each position, any floating dtype. Nothing reads past them: on a GPU,
+            where reading positions would wait, one beyond gets the nearest row.
         interleaved: pairs are neighbours; otherwise channel i is paired with i + R / 2.
         inplace: write into x and return it. Where x needs a gradient, that takes a copy.
         seqlen_offsets: position of each sequence's first step: one for all, or a tensor `[N]`, int32 or int64.
@@ -142,14 +155,14 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         dim: R, how many channels are rotated; even.
-        base: of the frequencies.
+        base: of the frequencies, above 0.
         scale_base: must be None: there are no scaled (xPos) rotations.
         interleaved: pairs are neighbours; otherwise channel i is paired with i + R / 2.
         pos_idx_in_fp32, device: for callers of flash-linear-attention's class; without effect, as positions are always in
             float32, and nothing is kept on a device.
 
     Raises:
-        ValueError: for an odd or negative dim, or a scale_base.
+        TypeError, ValueError: for a dim that is odd, negative or no int, a base that is no number above 0, or a scale_base.
     """
 
     def __init__(
@@ -162,8 +175,12 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
+        check_int('dim', dim)
         if dim < 0 or dim % 2:
             raise ValueError(f'dim must be even and not negative, got {dim}')
+        check_finite('base', base)
+        if not base > 0:
+            raise ValueError(f'base must be above 0, got {base}')
         if scale_base is not None:
             raise ValueError(f'scale_base must be None, as scaled (xPos) rotations are not implemented, got {scale_base}')
         self.dim, self.base, self.interleaved = dim, base, interleaved
@@ -182,10 +199,11 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             q: `[B, T, HQ, D]`; k: `[B, T, H, D]`, D at least `dim`.
-            seqlen_offset: position of each sequence's first step: one for all, or a tensor `[N]`.
-            cu_seqlens: `[N + 1]`: packed sequences, with B == 1.
+            seqlen_offset: position of each sequence's first step: one for all, or a tensor `[N]`, int32 or int64. It may be
+                negative, as there is no table to end.
+            cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1.
             max_seqlen: for callers of flash-linear-attention's class; without effect, as there is no table to fill.
-            position_ids: `[B, T]`, instead of seqlen_offset and cu_seqlens.
+            position_ids: `[B, T]`, instead of seqlen_offset and cu_seqlens. Not whole ones are positions between steps.
 
         Returns:
             q and k, rotated; new tensors.
@@ -193,10 +211,7 @@ class RotaryEmbedding(nn.Module):
         Raises:
             TypeError, ValueError: for arguments that do not fit.
         """
-        check_given(q=q, k=k)
-        check_tensors(q=q, k=k, cu_seqlens=cu_seqlens, position_ids=position_ids)
-        check_shape('k', k, (*q.shape[:2], *k.shape[2:]), 'of the batch and time of q, [B, T, H, D]')
-        check_shape('position_ids', position_ids, q.shape[:2], '[B, T]')
+        self._check(q, k, seqlen_offset, cu_seqlens, position_ids)
         place = positions(q, seqlen_offset, cu_seqlens) if position_ids is None else position_ids
         half = self.dim // 2
         # base^(-2i / dim) in one launch; whole positions are made float32 by the product itself
@@ -204,6 +219,28 @@ class RotaryEmbedding(nn.Module):
         angles = (place.float() if place.is_floating_point() else place).reshape(-1, 1) * powers
         cos, sin = angles.cos(), angles.sin()
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+
+    def _check(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        seqlen_offset: int | torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+    ) -> None:
+        check_given(q=q, k=k)
+        check_floating(q=q, k=k)
+        for name, x in (('q', q), ('k', k)):
+            if x.dim() != 4:
+                raise ValueError(f'{name} must be [B, T, H, D], got shape {list(x.shape)}')
+            if x.shape[3] < self.dim:
+                raise ValueError(f'{name} must have D of at least dim = {self.dim}, got shape {list(x.shape)}')
+        check_shape('k', k, (*q.shape[:2], *k.shape[2:]), 'of the batch and time of q, [B, T, H, D]')
+        check_offsets('seqlen_offset', q, seqlen_offset, cu_seqlens)
+        check_tensors(q=q, position_ids=position_ids)
+        check_shape('position_ids', position_ids, q.shape[:2], '[B, T]')
+        if position_ids is not None and (position_ids.dtype == torch.bool or position_ids.is_complex()):
+            raise TypeError(f'position_ids must be integers or real numbers, got {position_ids.dtype}')
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """With a row for each step of one sequence, or of all sequences."""

@@ -88,12 +88,93 @@ def test_empty():
     assert rotary_embedding(torch.zeros(1, 0, 2, 4), table, table, cu_seqlens=none).shape == (1, 0, 2, 4)
 
 
-def test_positions_beyond_the_table():
+def test_positions_beyond_the_table(monkeypatch):
+    monkeypatch.setattr('fla.modules.rotary.readable', lambda one: False)  # as on a GPU
     x, table = torch.ones(1, 3, 1, 2), torch.arange(4.0)[:, None]
     y = rotary_embedding(x, table, 0 * table, seqlen_offsets=torch.tensor([2]))
     assert y[0, :, 0, 0].tolist() == [2, 3, 3]
     with policy_context(Policy(check_values=True)), pytest.raises(ValueError, match='positions go from 2 to 4'):
         rotary_embedding(x, table, 0 * table, seqlen_offsets=torch.tensor([2]))
+
+
+@pytest.mark.parametrize(
+    ('offsets', 'lens', 'message'),
+    [
+        (-1, [0, 5], 'seqlen_offsets = -1'),
+        (10**9, [0, 5], f'seqlen_offsets = {10**9}'),
+        (7, [0, 0, 2, 5], 'positions go from 7 to 9'),
+        (torch.tensor([-1]), [0, 5], 'positions go from -1 to 3'),
+        (torch.tensor([0, 7], dtype=torch.int32), [0, 2, 5], 'positions go from 0 to 9'),
+        (torch.tensor([5]), None, 'positions go from 5 to 9'),
+        (torch.tensor([-3]), None, 'positions go from -3 to 1'),
+    ],
+    ids=str,
+)
+def test_positions_that_can_be_read_are_in_the_table(offsets, lens, message):
+    x, table = torch.randn(1, 5, 2, 8), torch.randn(9, 4)
+    with pytest.raises(ValueError, match=message):
+        rotary_embedding(x, table, table, seqlen_offsets=offsets, cu_seqlens=None if lens is None else torch.tensor(lens))
+
+
+@served_by('reference')
+def test_positions_of_nothing_are_in_no_table():
+    """A sequence without steps may begin anywhere, and tables may end with the last step."""
+    x, table, cu = tensor(1, 5, 2, 8), tensor(9, 4), torch.tensor([0, 0, 2, 5])
+    for offsets in (6, torch.tensor([-1, 7, 6]), torch.tensor([99, 0, 0])):
+        found = rotary_embedding(x, table, table, seqlen_offsets=offsets, cu_seqlens=cu)
+        assert error(oracle(x, table, table, seqlen_offsets=offsets, cu_seqlens=cu), found) <= bounds.TWO_ORACLES
+
+
+def of_class(*, q=(2, 5, 4, 8), k=(2, 5, 2, 8), **arguments):
+    return RotaryEmbedding(8)(torch.randn(q), torch.randn(k), **arguments)
+
+
+ROW = {'q': (1, 5, 4, 8), 'k': (1, 5, 2, 8)}
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'kind', 'message'),
+    [
+        ({'seqlen_offset': torch.tensor([1, 2, 3])}, ValueError, r'seqlen_offset must be an int or a tensor \[N\] = \[2\]'),
+        ({'seqlen_offset': torch.tensor([7])}, ValueError, 'seqlen_offset must be'),
+        ({'seqlen_offset': torch.tensor(7)}, ValueError, 'seqlen_offset must be'),
+        ({'seqlen_offset': torch.tensor([1.5, 2.0])}, TypeError, 'seqlen_offset must be int32 or int64'),
+        ({'seqlen_offset': 1.5}, TypeError, 'seqlen_offset must be an int, got float'),
+        ({'seqlen_offset': True}, TypeError, 'seqlen_offset must be an int, got bool'),
+        ({'seqlen_offset': torch.zeros(2).int().to('meta')}, ValueError, "'seqlen_offset' is on meta"),
+        ({'cu_seqlens': torch.tensor([0, 3, 5])}, ValueError, 'batch must be 1'),
+        ({'cu_seqlens': torch.tensor([0, 3]), **ROW}, ValueError, 'must start at 0 and end at T = 5'),
+        ({'cu_seqlens': torch.tensor([0, 4, 2, 5]), **ROW}, ValueError, 'cu_seqlens must not decrease'),
+        ({'cu_seqlens': torch.tensor([0.0, 5.0]), **ROW}, TypeError, 'cu_seqlens must be int32 or int64'),
+        ({'cu_seqlens': torch.tensor([[0, 5]]), **ROW}, ValueError, 'cu_seqlens must have one dimension'),
+        ({'cu_seqlens': torch.tensor(5), **ROW}, ValueError, 'cu_seqlens must have one dimension'),
+        ({'cu_seqlens': torch.zeros(0).int(), **ROW}, ValueError, 'cu_seqlens must have one dimension'),
+        ({'cu_seqlens': [0, 5], **ROW}, TypeError, "'cu_seqlens' must be a tensor"),
+        (
+            {'seqlen_offset': torch.tensor([1, 2, 3]), 'cu_seqlens': torch.tensor([0, 2, 5]), **ROW},
+            ValueError,
+            'seqlen_offset must be',
+        ),
+        ({'position_ids': torch.ones(2, 5).bool()}, TypeError, 'position_ids must be integers or real numbers'),
+        ({'position_ids': [[0] * 5] * 2}, TypeError, "'position_ids' must be a tensor"),
+        ({'q': (8,)}, ValueError, r'q must be \[B, T, H, D\], got shape \[8\]'),
+        ({'k': (2, 5, 8)}, ValueError, r'k must be \[B, T, H, D\], got shape \[2, 5, 8\]'),
+        ({'k': (2, 5, 2, 6)}, ValueError, 'k must have D of at least dim = 8'),
+    ],
+    ids=str,
+)
+def test_the_class_takes_what_the_function_takes(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        of_class(**arguments)
+
+
+@served_by('reference')
+def test_the_class_has_positions_below_zero():
+    """There is no table: a batch padded on its left begins below 0."""
+    layer, q = RotaryEmbedding(4, base=100.0), tensor(2, 5, 4, 6, dtype=torch.float32)
+    angles = torch.tensor([[(p - 3) * 100.0 ** (-2 * i / 4) for i in range(2)] for p in range(32)], dtype=torch.float64)
+    expected = oracle(q.double(), angles.cos(), angles.sin(), seqlen_offsets=torch.tensor([0, 2]))
+    assert error(expected, layer(q, q, torch.tensor([-3, -1]))[0]) <= bounds.elementwise(torch.float32)
 
 
 @served_by('reference')
@@ -219,6 +300,11 @@ def test_scores_depend_on_distance_alone_far_away():
         (lambda x, c: rotary_embedding(x, c[:0], c[:0], seqlen_offsets=torch.zeros(2).int()), ValueError, 'S = 0 rows'),
         (lambda x, c: RotaryEmbedding(3), ValueError, 'dim must be even'),
         (lambda x, c: RotaryEmbedding(4, scale_base=512.0), ValueError, 'scale_base must be None'),
+        (lambda x, c: RotaryEmbedding(4.0), TypeError, 'dim must be an int, got float'),
+        (lambda x, c: RotaryEmbedding(4, base=-1.0), ValueError, 'base must be above 0, got -1.0'),
+        (lambda x, c: RotaryEmbedding(4, base=0.0), ValueError, 'base must be above 0'),
+        (lambda x, c: RotaryEmbedding(4, base=math.inf), ValueError, 'base must be finite'),
+        (lambda x, c: RotaryEmbedding(4, base='x'), TypeError, 'base must be a number'),
         (lambda x, c: RotaryEmbedding(4)(x, x[:, :1]), ValueError, 'k must be of the batch and time of q'),
         (lambda x, c: RotaryEmbedding(4)(x, x, position_ids=torch.zeros(3)), ValueError, 'position_ids must be'),
     ],
