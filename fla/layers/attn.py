@@ -9,6 +9,7 @@ from torch import nn
 from fla.layers.cache import Cache, check_cache, check_rows
 from fla.layers.checks import check_hidden, check_sizes
 from fla.layers.padding import Packing, may_pack
+from fla.modules.checks import check_finite
 from fla.modules.layernorm import RMSNorm
 from fla.modules.rotary import RotaryEmbedding
 from fla.ops.attn import parallel_attn
@@ -64,6 +65,14 @@ class Attention(nn.Module):
             raise ValueError(f'hidden_size = {hidden_size} must be a multiple of num_heads, got {num_heads}: pass head_dim')
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         check_sizes(head_dim=self.head_dim)
+        if rope_theta is not None:
+            check_finite('rope_theta', rope_theta)
+            if not rope_theta > 0:
+                raise ValueError(f'rope_theta must be above 0, or None for no positions, got {rope_theta}')
+            if self.head_dim % 2:
+                raise ValueError(
+                    f'head_dim must be even for rotary positions, got {self.head_dim}: pass another, or rope_theta=None'
+                )
 
         kv_dim = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=qkv_bias)
@@ -134,13 +143,16 @@ class Attention(nn.Module):
             q, k = self.rotary(q, k, past, cu_seqlens, position_ids=steps)
         if state is not None and state.keys_values is not None and past:
             k, v = (torch.cat([old, new], 1) for old, new in zip(state.keys_values, (k, v), strict=True))
+        keys_values = k, v
+        # what was cached outside of autocast is wider than q, and stays so in the cache
+        k, v = k.to(q.dtype), v.to(q.dtype)
         if attention_mask is None or packing is not None:
             o = parallel_attn(q, k, v, window_size=self.window_size, cu_seqlens=cu_seqlens)
         else:
             o = self._padded(q, k, v, attention_mask)
         out = self.o_proj(o.flatten(2))
         if state is not None:
-            state.keys_values = (k, v) if packing is None else (packing.unpack(k), packing.unpack(v))
+            state.keys_values = keys_values if packing is None else (packing.unpack(k), packing.unpack(v))
             state.length = past + length
         return out if packing is None else packing.unpack(out), None, past_key_values
 

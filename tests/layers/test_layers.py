@@ -300,6 +300,45 @@ def test_compile_and_autocast(name):
     assert error(expected, o) < bounds.of_autocast(torch.bfloat16)
 
 
+@pytest.mark.parametrize('masked', [False, True], ids=['plain', 'masked'])
+@pytest.mark.parametrize('narrow', [(False, True, True), (True, False, True), (False, True, False)], ids=str)
+@pytest.mark.parametrize('name', LAYERS)
+def test_generation_in_and_out_of_autocast(name, narrow, masked):
+    """A cache serves calls of either kind, and what is in it is not rounded by a call in a narrower dtype.
+
+    Of input no row of which the norm of a recurrence's output divides by a number near 0, and all that was rounded."""
+    layer, x, cache, pieces = make(name, torch.float32), hidden(2, 9, dtype=torch.float32, seed=2), Cache(), []
+    with torch.no_grad(), trace() as recorded:
+        for (a, b), enabled in zip(((0, 5), (5, 8), (8, 9)), narrow, strict=True):
+            with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
+                mask = torch.ones(2, b) if masked else None
+                pieces.append(layer(x[:, a:b], attention_mask=mask, past_key_values=cache)[0])
+            assert pieces[-1].dtype == (torch.bfloat16 if enabled else torch.float32)
+    assert {backend for _, backend in recorded.counters} <= {'reference', 'sdpa'}
+    expected = oracle(name, make(name, torch.float32).double(), x.double())
+    assert error(expected, torch.cat([piece.float() for piece in pieces], 1)) < bounds.of_autocast(torch.bfloat16)
+    if 'attn' in name and not narrow[0]:
+        whole = Cache()
+        with torch.no_grad():
+            layer(x[:, :5], past_key_values=whole)
+        for found, wanted in zip(cache[0].keys_values, whole[0].keys_values, strict=True):
+            assert found.dtype == torch.float32
+            assert torch.equal(found[:, :5], wanted)
+
+
+@pytest.mark.parametrize('masked', [False, True], ids=['plain', 'masked'])
+@pytest.mark.parametrize('name', LAYERS)
+def test_a_layer_made_narrower_goes_on_from_its_cache(name, masked):
+    layer, x, cache = make(name, torch.float32), hidden(2, 9, dtype=torch.float32, seed=2), Cache()
+    with torch.no_grad():
+        first = layer(x[:, :8], past_key_values=cache)[0]
+        mask = torch.ones(2, 9) if masked else None
+        last = layer.bfloat16()(x[:, 8:].bfloat16(), attention_mask=mask, past_key_values=cache)[0]
+    assert last.dtype == torch.bfloat16
+    expected = oracle(name, make(name, torch.float32).double(), x.double())
+    assert error(expected, torch.cat([first, last.float()], 1)) < bounds.of_autocast(torch.bfloat16)
+
+
 @pytest.mark.parametrize('name', LAYERS)
 def test_exported(name):
     """Attention for any length; the recurrences of the reference, a loop over chunks, for one."""
@@ -428,7 +467,10 @@ def test_layers_of_a_model_share_a_cache():
         (lambda gdn, attn, x: Attention(12, 4, 0), ValueError, 'num_kv_heads must be at least 1, got 0'),
         (lambda gdn, attn, x: Attention(12, 3.0), TypeError, 'num_heads must be a whole number, got float'),
         (lambda gdn, attn, x: Attention(12, 3, head_dim=0), ValueError, 'head_dim must be at least 1, got 0'),
-        (lambda gdn, attn, x: Attention(12, 4), ValueError, 'dim must be even'),
+        (lambda gdn, attn, x: Attention(12, 4), ValueError, 'head_dim must be even for rotary positions, got 3'),
+        (lambda gdn, attn, x: Attention(12, 3, rope_theta=0.0), ValueError, 'rope_theta must be above 0'),
+        (lambda gdn, attn, x: Attention(12, 3, rope_theta=math.inf), ValueError, 'rope_theta must be finite'),
+        (lambda gdn, attn, x: Attention(12, 3, rope_theta='1'), TypeError, 'rope_theta must be a number, got str'),
         (lambda gdn, attn, x: Attention(12, 3, window_size=0), ValueError, 'window_size must be at least 1, got 0'),
         (lambda gdn, attn, x: Attention(12, 3, window_size=True), TypeError, 'window_size must be a whole number, got bool'),
         (lambda gdn, attn, x: GatedDeltaNet(0), ValueError, 'hidden_size must be at least 1, got 0'),
