@@ -76,15 +76,29 @@ def check_eps(eps: float) -> None:
         raise ValueError(f'eps must be at least 0, got {eps}')
 
 
-def check_written(name: str, tensor: torch.Tensor) -> None:
-    """No two elements of a tensor that is written into share memory: each stride is longer than the smaller ones reach."""
+def check_size(name: str, value: object) -> None:
+    """A whole number from 1 on."""
+    check_int(name, value)
+    if not value >= 1:  # type: ignore[operator]
+        raise ValueError(f'{name} must be at least 1, got {value}')
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor may share memory: not where each stride is longer than the smaller ones reach."""
     if tensor.is_contiguous():
-        return
+        return False
     dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     for i, (stride, _) in enumerate(dims):
         others = [dims[j] for j in range(len(dims)) if j != i]
         if stride <= sum(other * (size - 1) for other, size in others if other <= stride):
-            raise ValueError(f'{name} is written into, but elements share memory, strides {tensor.stride()}: clone() it')
+            return True
+    return False
+
+
+def check_written(name: str, tensor: torch.Tensor) -> None:
+    """No two elements of a tensor that is written into share memory."""
+    if shares_memory(tensor):
+        raise ValueError(f'{name} is written into, but elements share memory, strides {tensor.stride()}: clone() it')
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import SILU, check_choice, check_floating, check_shape, check_written, require
+from fla.modules.checks import (
+    SILU,
+    check_choice,
+    check_floating,
+    check_shape,
+    check_size,
+    check_written,
+    require,
+    shares_memory,
+)
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import Verdict, check_tensors, dispatch
 from fla.ops.common.checks import check_cu_seqlens, check_given
@@ -152,6 +161,12 @@ def causal_conv1d_update(
     return update(x, cache, residual, weight, bias, activation is not None), cache
 
 
+def _is_initial(cache: torch.Tensor) -> bool:
+    """Whether a cache is no decode step's to change: learnt, or one state for many rows."""
+    owner = cache if cache._base is None else cache._base
+    return (owner.requires_grad and owner.is_leaf) or shares_memory(cache)
+
+
 class ShortConvolution(nn.Conv1d):
     """`causal_conv1d` with its parameters, named and shaped as those of a depthwise `nn.Conv1d`: weight `[D, 1, W]`.
 
@@ -165,7 +180,7 @@ class ShortConvolution(nn.Conv1d):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: for an unknown activation or backend.
+        TypeError, ValueError: for sizes that are no whole numbers from 1 on, an unknown activation or backend.
     """
 
     def __init__(
@@ -178,6 +193,8 @@ class ShortConvolution(nn.Conv1d):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_size('hidden_size', hidden_size)
+        check_size('kernel_size', kernel_size)
         check_choice('activation', activation, (None, *SILU))
         check_choice('backend', backend, ('triton', 'cuda', None))
         super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=bias, device=device, dtype=dtype)
@@ -199,8 +216,9 @@ class ShortConvolution(nn.Conv1d):
             residual: shaped like x, added last.
             mask: `[B, T]`, 0 where x is padding and counts as zero; not with `cu_seqlens`.
             cache: `[N, D, W]`, the W steps before the first. With `T == 1` and without `cu_seqlens`, as in decoding, it is
-                changed in place, see `causal_conv1d_update` about gradients, unless it is a leaf that requires a gradient: a
-                learnt initial state. Otherwise it is not changed.
+                changed in place, see `causal_conv1d_update` about gradients, unless it is an initial state: a leaf that
+                requires a gradient or a view of one, which is learnt, or one whose elements share memory, as of a state that
+                is expanded for a batch. Otherwise it is not changed.
             output_final_state: return the last W steps of each sequence.
             cu_seqlens: `[N + 1]`: packed sequences, with B == 1.
 
@@ -211,6 +229,9 @@ class ShortConvolution(nn.Conv1d):
             TypeError, ValueError: for arguments that do not fit.
         """
         check_given(x=x)
+        check_tensors(x=x, mask=mask, cache=cache, cu_seqlens=cu_seqlens)
+        if x.dim() != 3:
+            raise ValueError(f'x must be [B, T, D], got shape {list(x.shape)}')
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError('mask is for padded batches and cu_seqlens for packed ones: pass one of them')
@@ -219,8 +240,7 @@ class ShortConvolution(nn.Conv1d):
         weight = self.weight.squeeze(1)
         # Packed sequences of one step each cannot be told from a prefill without reading lengths from the device, and what
         # a prefill goes on from may serve again, as a prefix does: nobody's but a certain decode step's cache is changed.
-        learnt = cache is not None and cache.requires_grad and cache.is_leaf
-        if cache is not None and cu_seqlens is None and x.shape[1] == 1 and not learnt:
+        if cache is not None and cu_seqlens is None and x.shape[1] == 1 and not _is_initial(cache):
             y, cache = causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation)
             return y, cache if output_final_state else None
         return causal_conv1d(x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens)

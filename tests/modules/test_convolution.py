@@ -7,6 +7,7 @@ import torch
 
 from fla.modules import ShortConvolution
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.ops.backends import trace
 from tests import bounds
 
 from .convolution import convolved
@@ -219,6 +220,46 @@ def test_a_learnt_state_is_not_written(grad):
     assert torch.equal(learnt, before)
 
 
+@pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
+@pytest.mark.parametrize('grad', [False, True], ids=['no grad', 'grad'])
+@pytest.mark.parametrize('rows', [1, 3])
+@pytest.mark.parametrize(
+    ('learnt', 'stored', 'view'),
+    [
+        (True, (1, 6, 4), lambda state, rows: state.expand(rows, 6, 4)),
+        (False, (1, 6, 4), lambda state, rows: state.expand(rows, 6, 4)),
+        (True, (6, 4), lambda state, rows: state[None].expand(rows, 6, 4)),
+        (True, (1, 4, 6), lambda state, rows: state.mT.expand(rows, 6, 4)),
+        (True, (3, 6, 4), lambda state, rows: state[:rows]),
+    ],
+    ids=['expanded', 'not learnt', 'row', 'transposed', 'part'],
+)
+def test_an_initial_state_of_a_batch_is_not_written(learnt, stored, view, rows, grad, compiled):
+    """Nor may it be for one row alone: what is learnt stays, and a step is what it is in a longer call."""
+    if rows == 1 and not learnt:
+        return  # a cache like any other
+    layer, x = ShortConvolution(6, 4).double(), tensor(rows, 1, 6)
+    state = torch.nn.Parameter(tensor(*stored), requires_grad=learnt)
+    before = state.detach().clone()
+
+    def step(x, state):
+        return layer(x, cache=view(state, rows), output_final_state=True)
+
+    with torch.set_grad_enabled(grad), trace() as recorded:
+        y, after = step(x, state)
+        expected, final = oracle(x, layer.weight[:, 0], None, None, view(state, rows), 'silu')
+        if compiled:
+            torch._dynamo.reset()  # of each case another variant
+            y, after = torch.compile(step, fullgraph=True, backend='aot_eager')(x, state)
+    assert recorded.last_backend('modules.causal_conv1d') == 'reference'
+    assert torch.equal(state, before)
+    assert error(expected, y) <= bounds.TWO_ORACLES
+    assert error(final, after) <= bounds.TWO_ORACLES
+    if grad and learnt:
+        (wanted,), (got,) = (torch.autograd.grad(one.sum(), state) for one in (expected, y))
+        assert error(wanted, got) <= bounds.of_module(torch.float64)
+
+
 def test_a_cache_made_in_inference_mode():
     """Is stepped without gradients outside of it, too."""
     layer, x = ShortConvolution(6, 4).double(), tensor(3, 1, 6)
@@ -263,6 +304,13 @@ def test_a_cache_made_in_inference_mode():
             'cache is writ',
         ),
         (lambda x, w: ShortConvolution(3, 4, activation='tanh'), ValueError, 'activation must be one of'),
+        (lambda x, w: ShortConvolution(3, 0), ValueError, 'kernel_size must be at least 1, got 0'),
+        (lambda x, w: ShortConvolution(0, 4), ValueError, 'hidden_size must be at least 1, got 0'),
+        (lambda x, w: ShortConvolution(3, 4.0), TypeError, 'kernel_size must be an int, got float'),
+        (lambda x, w: ShortConvolution(3, 4)(x, mask=[1]), TypeError, "'mask' must be a tensor, got list"),
+        (lambda x, w: ShortConvolution(3, 4)(x, cache=[1]), TypeError, "'cache' must be a tensor, got list"),
+        (lambda x, w: ShortConvolution(3, 4)([1]), TypeError, "'x' must be a tensor, got list"),
+        (lambda x, w: ShortConvolution(3, 4)(x[0, 0]), ValueError, r'x must be \[B, T, D\], got shape \[3\]'),
         (lambda x, w: ShortConvolution(3, 4, backend='cudnn'), ValueError, 'backend must be one of'),
         (lambda x, w: ShortConvolution(3, 4)(x, mask=x), ValueError, r'mask must be \[B, T\]'),
         (
