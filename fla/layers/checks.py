@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import check_tensors
-from fla.ops.common.checks import check_cu_seqlens, check_given
+from fla.ops.common.checks import check_cu_seqlens, check_dense, check_given
 
 
 def check_sizes(**sizes: object) -> None:
@@ -33,6 +33,7 @@ def check_hidden(
         return
     if cu_seqlens is not None:
         raise ValueError('attention_mask is for padded batches and cu_seqlens for packed ones: pass one of them')
+    check_dense('attention_mask', attention_mask)
     batch, length = hidden_states.shape[:2]
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fla.ops.backends import check_tensors
-from fla.ops.common.checks import FLOATS, check_given
+from fla.ops.common.checks import FLOATS, check_dense, check_given
 from fla.ops.common.reference import autocast_is_on
 from fla.ops.common.triton_call import require_triton
 
@@ -31,12 +31,14 @@ def check_floating(**tensors: torch.Tensor | None) -> None:
     """Every argument given is a float16, bfloat16, float32 or float64 tensor, and all are on one device."""
     check_tensors(**tensors)
     for name, tensor in tensors.items():
+        check_dense(name, tensor)
         if tensor is not None and tensor.dtype not in FLOATS:
             raise TypeError(f'{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}')
 
 
 def check_shape(name: str, tensor: torch.Tensor | None, wanted: Sequence[int | torch.SymInt], meaning: str) -> None:
-    """A tensor that is given has the wanted shape."""
+    """A tensor that is given is dense and has the wanted shape."""
+    check_dense(name, tensor)
     if tensor is not None and tuple(tensor.shape) != tuple(wanted):
         raise ValueError(f'{name} must be {meaning} = {list(wanted)}, got {list(tensor.shape)}')
 

@@ -31,6 +31,16 @@ def check_loss(
         raise TypeError(f'target must be int32 or int64, got {target.dtype}')
     if target.dim() != 1 or target.shape[0] != rows:
         raise ValueError(f'target must be [N] = [{rows}], got {list(target.shape)}')
+    check_numbers(label_smoothing, logit_scale, logit_softcapping, ignore_index)
+    if check_values or readable(target):
+        bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
+        if bool(bad.any()):
+            worst = int(target[bad][0])
+            raise ValueError(f'target must be in [0, {classes}) or ignore_index = {ignore_index}, got {worst}')
+
+
+def check_numbers(label_smoothing: float, logit_scale: float, logit_softcapping: float | None, ignore_index: int) -> None:
+    """What is kept in a class, and so is looked at before there is any tensor."""
     check_int('ignore_index', ignore_index)
     check_finite('label_smoothing', label_smoothing)
     if not 0 <= label_smoothing <= 1:
@@ -40,11 +50,6 @@ def check_loss(
         check_finite('logit_softcapping', logit_softcapping)
         if not logit_softcapping > 0:
             raise ValueError(f'logit_softcapping must be positive or None, got {logit_softcapping}')
-    if check_values or readable(target):
-        bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
-        if bool(bad.any()):
-            worst = int(target[bad][0])
-            raise ValueError(f'target must be in [0, {classes}) or ignore_index = {ignore_index}, got {worst}')
 
 
 def _check(
@@ -161,7 +166,7 @@ class FusedCrossEntropyLoss(nn.Module):
         ignore_index and the others: of the function.
 
     Raises:
-        ValueError: for an unknown reduction.
+        TypeError, ValueError: for an unknown reduction, or numbers that the function does not take.
     """
 
     def __init__(
@@ -178,6 +183,9 @@ class FusedCrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         check_choice('reduction', reduction, REDUCTIONS)
+        check_numbers(label_smoothing, logit_scale, logit_softcapping, ignore_index)
+        check_finite('lse_square_scale', lse_square_scale)
+        check_group(process_group)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
         self.logit_scale, self.lse_square_scale, self.logit_softcapping = logit_scale, lse_square_scale, logit_softcapping
         self.inplace_backward, self.process_group, self.return_z_loss = inplace_backward, process_group, return_z_loss

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fla.modules.checks import check_choice, check_dims, check_floating, check_shape, under_autocast
-from fla.modules.fused_cross_entropy import REDUCTIONS, check_loss
+from fla.modules.fused_cross_entropy import REDUCTIONS, check_loss, check_numbers
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import check_tensors, dispatch
 from fla.ops.common.checks import check_given
@@ -38,10 +38,14 @@ def _check(
             raise TypeError(f'{name} must have the dtype of x, {x.dtype}, outside autocast, got {tensor.dtype}')
     check_shape('target', target, x.shape[:-1], 'one number for each x')
     check_choice('reduction', reduction, REDUCTIONS)
-    if type(num_chunks) is not int or num_chunks < 1:
-        raise ValueError(f'num_chunks must be an int of at least 1, got {num_chunks}')
+    _check_chunks(num_chunks)
     flat, classes = target.reshape(-1), weight.shape[0]
     check_loss(flat, flat.shape[0], classes, label_smoothing, logit_scale, logit_softcapping, ignore_index, check_values)
+
+
+def _check_chunks(num_chunks: object) -> None:
+    if type(num_chunks) is not int or num_chunks < 1:
+        raise ValueError(f'num_chunks must be an int of at least 1, got {num_chunks}')
 
 
 @dispatch('modules', check=_check, default_verifier=on_triton('x'))
@@ -102,7 +106,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         As for the function.
 
     Raises:
-        ValueError: for an unknown reduction.
+        TypeError, ValueError: for an unknown reduction, or numbers that the function does not take.
     """
 
     def __init__(
@@ -116,6 +120,8 @@ class FusedLinearCrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         check_choice('reduction', reduction, REDUCTIONS)
+        check_numbers(label_smoothing, logit_scale, logit_softcapping, ignore_index)
+        _check_chunks(num_chunks)
         self.ignore_index, self.label_smoothing, self.logit_scale = ignore_index, label_smoothing, logit_scale
         self.logit_softcapping, self.num_chunks, self.reduction = logit_softcapping, num_chunks, reduction
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import SILU, check_choice, check_floating, check_shape, require
+from fla.modules.checks import SILU, check_choice, check_eps, check_floating, check_shape, require
 from fla.modules.layernorm import check_norm, fit, norm_on_triton
 from fla.ops.backends import dispatch
 from fla.ops.common.checks import check_given
@@ -97,6 +97,7 @@ class FusedRMSNormGated(nn.Module):
     ) -> None:
         super().__init__()
         check_choice('activation', activation, ACTIVATIONS)
+        check_eps(eps)
         self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
         self.eps, self.activation = eps, activation
         weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None

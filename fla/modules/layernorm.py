@@ -34,6 +34,7 @@ def fit(
             and type(eps) is float
             and 0 <= eps < math.inf
             and x.dtype in FLOATS
+            and x.layout is torch.strided
             and (weight is None or _fits(weight, row, device))
             and (bias is None or _fits(bias, row, device))
             and (residual is None or _fits(residual, shape, device))
@@ -43,7 +44,8 @@ def fit(
 
 
 def _fits(tensor: torch.Tensor, shape: torch.Size, device: torch.device) -> bool:
-    return tensor.shape == shape and tensor.dtype in FLOATS and tensor.device == device
+    dense = tensor.layout is torch.strided
+    return dense and tensor.shape == shape and tensor.dtype in FLOATS and tensor.device == device
 
 
 def check_norm(
@@ -212,6 +214,7 @@ class _Affine(nn.Module):
         super().__init__()
         if bias and not elementwise_affine:
             raise ValueError('bias=True needs elementwise_affine=True')
+        check_eps(eps)
         self.hidden_size, self.elementwise_affine, self.eps = hidden_size, elementwise_affine, eps
         weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
         self.register_parameter('weight', weight)

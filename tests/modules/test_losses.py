@@ -215,6 +215,20 @@ BAD = [
     (lambda x, t: fused_linear_cross_entropy_loss(x, t, x[:2]), ValueError, r'target must be in \[0, 2\)'),
     (lambda x, t: FusedCrossEntropyLoss(reduction='avg'), ValueError, 'reduction must be one of'),
     (lambda x, t: FusedLinearCrossEntropyLoss(reduction='avg'), ValueError, 'reduction must be one of'),
+    *(
+        (lambda x, t, one=one, given=given: one(**given), kind, message)
+        for one in (FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss)
+        for given, kind, message in (
+            ({'label_smoothing': 2.0}, ValueError, 'label_smoothing must be between 0 and 1, got 2.0'),
+            ({'label_smoothing': None}, TypeError, 'label_smoothing must be a number'),
+            ({'logit_scale': math.inf}, ValueError, 'logit_scale must be finite'),
+            ({'logit_softcapping': 0.0}, ValueError, 'logit_softcapping must be positive or None'),
+            ({'ignore_index': 1.0}, TypeError, 'ignore_index must be an int'),
+        )
+    ),
+    (lambda x, t: FusedCrossEntropyLoss(lse_square_scale=math.nan), ValueError, 'lse_square_scale must be finite'),
+    (lambda x, t: FusedCrossEntropyLoss(process_group='tp'), TypeError, 'process_group must be a torch.distributed'),
+    (lambda x, t: FusedLinearCrossEntropyLoss(num_chunks=0), ValueError, 'num_chunks must be an int of at least 1'),
 ]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.modules import RotaryEmbedding, ShortConvolution
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
 from fla.modules.fused_cross_entropy import cross_entropy_loss
@@ -165,3 +166,41 @@ def test_one_error_from_every_backend(name):
                 continue  # any leading dimensions, as norms and activations have them
             assert len(errors) == 1, errors
             assert required in errors.pop()
+
+
+SPARSE = {  # what `CALLS` leave out
+    'residual': lambda one: rms_norm(ROW, VECTOR, residual=one(ROW)),
+    'bias': lambda one: layer_norm(ROW, VECTOR, one(VECTOR)),
+    'y': lambda one: swiglu(ROW, one(ROW)),
+    'cu_seqlens': lambda one: causal_conv1d(STEPS[:1], FILTER, cu_seqlens=one(torch.tensor([0, 5]))),
+    'initial_state': lambda one: causal_conv1d(STEPS, FILTER, initial_state=one(STATE)),
+    'cache': lambda one: causal_conv1d_update(STEPS[:, 0], one(STATE), weight=FILTER),
+    'seqlen_offsets': lambda one: rotary_embedding(X, TABLE, TABLE, seqlen_offsets=one(torch.tensor([1]))),
+    'seqlen_offset': lambda one: RotaryEmbedding(4)(X, X, one(torch.tensor([1]))),
+    'position_ids': lambda one: RotaryEmbedding(4)(X, X, position_ids=one(torch.tensor([[1, 2, 3]]))),
+    'mask': lambda one: ShortConvolution(3, 4)(STEPS, mask=one(torch.ones(2, 5))),
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('name', SPARSE)
+def test_sparse_tensors_are_named(name):
+    for backend in ('default', 'reference'):
+        with use_backend(backend, op='modules'), pytest.raises(TypeError, match=f"'{name}' must be a dense tensor, got"):
+            SPARSE[name](lambda x: x.to_sparse())
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('name', CALLS)
+def test_what_is_required_is_dense(name):
+    module, function = name.split('.')
+    call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
+    for required in REQUIRED[name].split():
+        bound = inspect.signature(call).bind(*CALLS[name](torch.randn(2, 8, 6)))
+        bound.arguments[required] = bound.arguments[required].detach().to_sparse()
+        for backend in ('default', 'reference'):
+            with (
+                use_backend(backend, op='modules'),
+                pytest.raises(TypeError, match=f"'{required}' must be a dense tensor, got"),
+            ):
+                call(*bound.args, **bound.kwargs)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fla.ops.backends import check_tensors
 from fla.ops.common.checks import (
     FLOATS,
     MAX_HEAD_DIM,
+    check_chunk_indices,
     check_companion,
     check_cu_seqlens,
     check_given,
@@ -30,6 +33,9 @@ def check_parallel(
 ) -> None:
     """See `parallel_attn`."""
     check_scale(scale)
+    if scale is not None and not -math.inf < scale < math.inf:
+        # kernels differ in where NaN comes of it, and some make zeros
+        raise ValueError(f'scale must be finite, got {scale}')
     check_given(q=q, k=k, v=v)
     check_tensors(q=q, k=k, v=v, g=g, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices, sink_bias=sink_bias)
     for name, tensor in (('q', q), ('k', k), ('v', v)):
@@ -57,8 +63,7 @@ def check_parallel(
         raise TypeError(f'window_size must be a whole number or None, got {type(window_size).__name__}')
     if window_size is not None and window_size < 1:
         raise ValueError(f'window_size must be at least 1 (each step sees itself), got {window_size}')
-    if chunk_indices is not None and (chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2):
-        raise ValueError(f'chunk_indices must be [chunks, 2], got shape {list(chunk_indices.shape)}')
+    check_chunk_indices(chunk_indices)
     if g is not None:
         if g.shape != q.shape[:3]:
             raise ValueError(f'g must be [B, T, HQ] = {list(q.shape[:3])}, got {list(g.shape)}')

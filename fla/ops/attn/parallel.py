@@ -30,7 +30,7 @@ def parallel_attn(
             is T, or more in decoding: the queries are the last T of S steps.
         g: log decay `[B, T, HQ]`, at most 0, the dtype of q or float32; needs S == T. What is below -1e5, such as -inf,
             counts as that: nothing is left of earlier steps.
-        scale: of the scores. Default: K ** -0.5.
+        scale: of the scores, finite. Default: K ** -0.5.
         window_size: how many steps a query sees, itself the last; None: all.
         cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1; needs S == T.
         chunk_indices: taken for compatibility.

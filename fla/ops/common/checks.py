@@ -79,10 +79,19 @@ def check_scale(scale: object) -> None:
 
 
 def check_given(**tensors: torch.Tensor | None) -> None:
-    """Arguments that must be there."""
+    """Arguments that must be there, and are dense if they are tensors."""
     for name, tensor in tensors.items():
         if tensor is None:
             raise TypeError(f'argument {name!r} must be a tensor, got None')
+        check_dense(name, tensor)
+
+
+def check_dense(name: str, tensor: object) -> None:
+    """A tensor has strides, which all kernels read by."""
+    if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
+        raise TypeError(
+            f'argument {name!r} must be a dense tensor, got one of layout {tensor.layout}: pass {name}.to_dense()'
+        )
 
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -121,6 +130,7 @@ def check_per_token(
 
 def check_companion(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
     """Tensors beside q, k and v may have their dtype or float32."""
+    check_dense(name, tensor)
     if tensor.dtype not in (q.dtype, torch.float32):
         allowed = f'{q.dtype} or torch.float32' if q.dtype != torch.float32 else 'torch.float32'
         raise TypeError(f'{name} must be {allowed}, got {tensor.dtype}')
@@ -135,6 +145,7 @@ def check_cu_seqlens(
             continue
         if not isinstance(lens, torch.Tensor):
             raise TypeError(f'{name} must be a tensor [N + 1], got {type(lens).__name__}')
+        check_dense(name, lens)
         if lens.dim() != 1 or lens.shape[0] < 1:
             raise ValueError(f'{name} must have one dimension [N + 1], got shape {list(lens.shape)}')
         if lens.dtype not in (torch.int32, torch.int64):
@@ -247,10 +258,20 @@ def check_chunk_options(
         raise NotImplementedError('cp_context: context parallelism is not there yet; pass None')
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size not in allowed):
         raise ValueError(f'chunk_size must be None or one of {list(allowed)}, got {chunk_size}')
-    if chunk_indices is not None and not isinstance(chunk_indices, torch.Tensor):
+    check_chunk_indices(chunk_indices)
+
+
+def check_chunk_indices(chunk_indices: torch.Tensor | None) -> None:
+    """`[chunks, 2]`, int32 or int64. Nothing is read of it: it follows from `cu_seqlens`."""
+    if chunk_indices is None:
+        return
+    if not isinstance(chunk_indices, torch.Tensor):
         raise TypeError(f'chunk_indices must be a tensor [chunks, 2], got {type(chunk_indices).__name__}')
-    if chunk_indices is not None and (chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2):
+    check_dense('chunk_indices', chunk_indices)
+    if chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2:
         raise ValueError(f'chunk_indices must be [chunks, 2], got shape {list(chunk_indices.shape)}')
+    if chunk_indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f'chunk_indices must be int32 or int64, got {chunk_indices.dtype}')
 
 
 def check_log_gate(name: str, gate: torch.Tensor) -> None:
@@ -260,9 +281,11 @@ def check_log_gate(name: str, gate: torch.Tensor) -> None:
 
 
 __all__ = [
+    'check_chunk_indices',
     'check_chunk_options',
     'check_companion',
     'check_cu_seqlens',
+    'check_dense',
     'check_gate_parameters',
     'check_given',
     'check_log_gate',

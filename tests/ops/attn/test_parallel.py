@@ -339,11 +339,6 @@ def test_pytorch_gets_a_scale_above_0(monkeypatch, scale):
     assert seen == [None if scale is None else abs(scale) or 1.0]
 
 
-def test_a_scale_that_is_no_number_shows():
-    for backend in ('reference', 'sdpa'):
-        assert parallel_attn.bind(backend=backend)(**inputs(), scale=torch.nan)[:, 1:].isnan().all()
-
-
 def test_strong_gates_do_not_overflow():
     given = inputs('g', dtype=FP32)
     given['g'] = given['g'] * 100
@@ -387,6 +382,9 @@ def test_the_second_derivatives_of_pytorch_s_attention_are_refused():
         ({'q': torch.zeros(2, 24, 4, 300).double()}, ValueError, 'head dim of q must be between 1 and 256'),
         ({'q': None}, TypeError, "argument 'q' must be a tensor, got None"),
         ({'scale': '1'}, TypeError, 'scale must be a number or None, got str'),
+        ({'scale': torch.nan}, ValueError, 'scale must be finite, got nan'),
+        ({'scale': torch.inf}, ValueError, 'scale must be finite, got inf'),
+        ({'scale': -torch.inf}, ValueError, 'scale must be finite, got -inf'),
         ({'window_size': 2.0}, TypeError, 'window_size must be a whole number or None, got float'),
         ({'window_size': 0}, ValueError, 'window_size must be at least 1'),
         ({'g': torch.zeros(2, 24, 2).double()}, ValueError, r'g must be \[B, T, HQ\]'),
@@ -412,6 +410,12 @@ def test_the_second_derivatives_of_pytorch_s_attention_are_refused():
             'sink_bias must be torch.float64 or torch.float32, got torch.float16',
         ),
         ({'chunk_indices': torch.zeros(3, 3).int()}, ValueError, r'chunk_indices must be \[chunks, 2\]'),
+        ({'chunk_indices': torch.zeros(3, 2)}, TypeError, 'chunk_indices must be int32 or int64, got torch.float32'),
+        ({'chunk_indices': torch.zeros(3, 2).bool()}, TypeError, 'chunk_indices must be int32 or int64, got torch.bool'),
+        ({'q': torch.zeros(2, 24, 4, 8).double().to_sparse()}, TypeError, r"'q' must be a dense tensor, .* q.to_dense\(\)"),
+        ({'g': torch.zeros(2, 24, 4).double().to_sparse()}, TypeError, "'g' must be a dense tensor"),
+        ({'sink_bias': torch.zeros(4).double().to_sparse()}, TypeError, "'sink_bias' must be a dense tensor"),
+        ({'cu_seqlens': CU.to_sparse()}, TypeError, "'cu_seqlens' must be a dense tensor"),
         ({'cu_seqlens': [0, 24]}, TypeError, "'cu_seqlens' must be a tensor, got list"),
         (
             {'q': torch.zeros(2, 1, 4, 8).double(), 'cu_seqlens': CU},
