@@ -339,6 +339,26 @@ def test_pytorch_gets_a_scale_above_0(monkeypatch, scale):
     assert seen == [None if scale is None else abs(scale) or 1.0]
 
 
+@pytest.mark.parametrize('options', [{}, {'window_size': 5}, {'cu_seqlens': CU}], ids=['plain', 'window', 'packed'])
+def test_forward_mode(options):
+    """PyTorch's kernels have none: `reference` serves. The product with a tangent is that of the gradients."""
+    given = inputs(**({'batch': 1} if 'cu_seqlens' in options else {}))
+    values = tuple(given[name].detach() for name in 'qkv')
+    tangents = tuple(torch.randn_like(x) for x in values)
+    with trace() as recorded:
+        o, change = torch.func.jvp(lambda q, k, v: parallel_attn(q, k, v, **options), values, tangents)
+    assert recorded.last_backend('attn.parallel_attn') == 'reference'
+    leaves = [x.clone().requires_grad_() for x in values]
+    expected, weights = oracle(*leaves, **options), torch.randn_like(o)
+    gradients = torch.autograd.grad((expected * weights).sum(), leaves)
+    products = sum((a * b).sum() for a, b in zip(gradients, tangents, strict=True))
+    assert error(expected, o) <= bounds.TWO_ORACLES
+    assert abs(float(((change * weights).sum() - products) / products)) <= bounds.TWO_ORACLES
+    with trace() as recorded:
+        parallel_attn(*values, **options)
+    assert recorded.last_backend('attn.parallel_attn') == 'sdpa'
+
+
 def test_strong_gates_do_not_overflow():
     given = inputs('g', dtype=FP32)
     given['g'] = given['g'] * 100

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.backends import cuda
 
 from fla.ops.attn.backends.scale import above_zero
@@ -30,6 +31,11 @@ class SDPABackend(BaseBackend):
     kind = 'native'
     env_var = 'FLA_SDPA'
     priority = 10  # behind the vendors' packages that somebody switched on, before the default
+
+    def parallel_attn_verifier(self) -> Verdict:
+        if forward_ad._current_level >= 0:
+            return False, "forward-mode AD is active, which PyTorch's attention kernels do not have"
+        return True, None
 
     def parallel_attn_prefers(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window_size: int | None, cu_seqlens: torch.Tensor | None
