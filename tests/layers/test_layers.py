@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fla.layers import Attention, Cache, GatedDeltaNet, KimiDeltaAttention
 from fla.ops.backends import trace
@@ -380,6 +381,42 @@ def test_compiled_padded_sequences(name):
                 for mixer, cache in zip((compiled, layer), caches, strict=True)
             )
             assert error(right, found) < limit
+
+
+PADDED = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 1], [1] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_exported_padded_sequences(name):
+    layer, x = make(name, torch.float32), hidden(3, 9, dtype=torch.float32)
+    exported = torch.export.export(layer, (x,), {'attention_mask': PADDED}).module()
+    for mask in (PADDED, PADDED.flip(0), torch.ones_like(PADDED)):
+        found, right = (one(x, attention_mask=mask)[0] for one in (exported, layer))
+        assert error(right, found) < bounds.of_compiled(bounds.of_layer(torch.float32))
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_padded_sequences_without_data(name):
+    """Shapes alone, on a meta device and of fake tensors: nobody asks how many steps are no padding."""
+    layer, x = make(name), hidden(3, 9)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(x), attention_mask=mode.from_tensor(PADDED))[0].shape == x.shape
+    assert layer.to('meta')(x.to('meta'), attention_mask=PADDED.to('meta'))[0].shape == x.shape
+
+
+@pytest.mark.parametrize('name', ['gdn', 'gdn plain', 'kda', 'attn', 'attn window'])
+@pytest.mark.filterwarnings('ignore:There is a performance drop', 'ignore:torch.searchsorted')
+def test_padded_samples_of_a_vmap(name):
+    """Each with its own padding, which gives them different numbers of steps."""
+    layer = make(name)
+    x, mask = torch.stack([hidden(3, 9), hidden(3, 9, seed=2)]), torch.stack([PADDED, PADDED.flip(1)])
+    with torch.no_grad(), trace() as recorded:
+        found = torch.vmap(lambda x, mask: layer(x, attention_mask=mask)[0])(x, mask)
+    assert {backend for _, backend in recorded.counters} <= {'reference', 'sdpa'}
+    for sample, rows, kept in zip(found, x, mask.bool(), strict=True):
+        for out, row, steps in zip(sample, rows, kept, strict=True):
+            assert not out[~steps].any()
+            assert error(oracle(name, layer, row[steps][None])[0], out[steps]) < bound(name)
 
 
 @pytest.mark.parametrize('name', ['gdn', 'kda conv bias'])
