@@ -58,8 +58,9 @@ def keeps_wgmma(k: torch.Tensor, v: torch.Tensor, shown: bool) -> bool:
     """Whether the kernels of this call may use wgmma where there is one.
 
     `shown` says that a card has shown such kernels right, with bfloat16, K = V = 128 and Triton 3.6. Those of the delta
-    rules, for sequences of one length, were held against float64 on an H100 and an H200. A kernel that may use it can be
-    compiled without, beside a call on another thread or after one that shares it: only slower.
+    rules, for sequences of one length, were held against float64 on an H100 and an H200, those of attention, in every case
+    of its tests on a GPU, on an H200. A kernel that may use it can be compiled without, beside a call on another thread or
+    after one that shares it: only slower.
     """
     capability = capability_of(k.device)
     if capability is None or capability[0] != 9 or torch.version.hip is not None:
