@@ -27,11 +27,12 @@ def may_pack(x: torch.Tensor) -> bool:
 class Packing:
     """Where the steps of a padded batch are.
 
-    Where nobody may wait for how many steps there are, padding is a sequence of its own, the last one.
+    Where nobody may wait for how many steps there are, the padding of each row is a sequence of its own, after those of all
+    rows: no longer than a row, as what attention computes grows with the square of that.
 
     Attributes:
         places: of the steps in the flat `[B * T]`; of the padding after them, if that is packed as well.
-        cu_seqlens: `[B + 1]`, int32, or `[B + 2]`.
+        cu_seqlens: `[B + 1]`, int32, or `[2 B + 1]`.
         shape: (B, T).
         padding: `[B * T]`, which of the places are padding; None: none of them is.
     """
@@ -45,13 +46,13 @@ class Packing:
     def of(cls, mask: torch.Tensor) -> Packing:
         """Of a mask `[B, T]`, padding anywhere. Waits for the device where that may be, as fewer rows are less work."""
         kept, shape = mask.bool(), (mask.shape[0], mask.shape[1])
-        cu_seqlens = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).int()
+        lengths = kept.sum(1)
         if may_wait(mask):
-            return cls(kept.flatten().nonzero()[:, 0], cu_seqlens, shape)
+            return cls(kept.flatten().nonzero()[:, 0], _ends(lengths), shape)
         padding = ~kept.flatten()
+        # stable: row after row, of the steps and of the padding
         places = padding.to(torch.uint8).argsort(stable=True)
-        ends = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), shape[0] * shape[1])])
-        return cls(places, ends, shape, padding[places])
+        return cls(places, _ends(torch.cat([lengths, shape[1] - lengths])), shape, padding[places])
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, T, D]` to `[1, rows, D]`, zeros for padding."""
@@ -68,9 +69,13 @@ class Packing:
         return flat.view(batch, length, *rows.shape[1:])
 
     def states(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """States of the rows `[B, …]`, and zeros where padding is a sequence."""
-        return x if x is None or self.padding is None else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        """States of the rows `[B, …]`, and zeros for padding, where that is packed as well."""
+        return x if x is None or self.padding is None else torch.cat([x, torch.zeros_like(x)])
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Of the states of all sequences those of the rows."""
-        return x if self.padding is None else x[:-1]
+        return x if self.padding is None else x[: self.shape[0]]
+
+
+def _ends(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()

@@ -1,4 +1,4 @@
-"""A linear map to a vocabulary and the cross entropy of what comes out, without ever holding all logits."""
+"""A linear map to a vocabulary and the cross entropy of what comes out, without holding the logits of many rows at once."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def _check(
 
 
 def _check_chunks(num_chunks: object) -> None:
-    if type(num_chunks) is not int or num_chunks < 1:
-        raise ValueError(f'num_chunks must be an int of at least 1, got {num_chunks}')
+    if type(num_chunks) is not int:
+        raise TypeError(f'num_chunks must be an int, got {num_chunks!r}')
+    if num_chunks < 1:
+        raise ValueError(f'num_chunks must be at least 1, got {num_chunks}')
 
 
 @dispatch('modules', check=_check, default_verifier=on_triton('x'))

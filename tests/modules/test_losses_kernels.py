@@ -278,6 +278,10 @@ def test_linear_of_nothing_and_of_ignored_rows(logits_are):
     x = torch.randn(3, 6, requires_grad=True)
     loss = on_triton(fused_linear_cross_entropy_loss, x, torch.full((3,), -100), weight, reduction='mean')
     assert loss.isnan()
+    weight.grad = None
+    loss.backward()
+    assert not x.grad.any()
+    assert not weight.grad.any()
 
 
 @pytest.mark.parametrize('count', [0, 1, 600, 1024, 1025, 1500, 8192, 8193, 100_000])
@@ -363,7 +367,8 @@ def test_reduced():
             for reduction, expected in (('sum', losses.double().sum()), ('mean', losses.double().sum() / counted)):
                 loss, share = reduced(losses, one, ignored, reduction)
                 assert loss.isnan() if expected.isnan() else error(expected, loss) <= bounds.elementwise(torch.float32)
-                assert torch.equal(share, 1 / counted.float() if reduction == 'mean' else torch.ones(()))
+                each = 1 / counted.float() if counted else torch.zeros(())
+                assert torch.equal(share, each if reduction == 'mean' else torch.ones(()))
 
 
 @pytest.mark.interpreted

@@ -188,7 +188,8 @@ def _reduced(losses, target, loss, share, target_row, count, ignore_index, MEAN:
     if MEAN:
         of_each = 1.0 / tl.sum(counted).to(tl.float32)
     tl.store(loss, tl.sum(total) * of_each)
-    tl.store(share, of_each)
+    # the mean of no losses is NaN, but nothing goes back through it
+    tl.store(share, tl.where(of_each == float('inf'), 0.0, of_each))
 
 
 # x scale - m in one operation is not 0 for the maximum m, which was rounded: a row without doubt would have a loss.
@@ -278,8 +279,8 @@ def launch_backward(
 def reduced(
     losses: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 'mean' or 'sum' of contiguous losses, which are 0 where the target is ignored, and what one of them counts in it:
-    float32 numbers."""
+    """The 'mean' or 'sum' of contiguous losses, which are 0 where the target is ignored, and what one of them counts in it,
+    0 if there is none: float32 numbers."""
     loss, share = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
     with on_device_of(losses):
         _reduced[(1,)](
