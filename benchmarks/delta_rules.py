@@ -3,10 +3,11 @@ backend that can run here and, with --fla, of flash-linear-attention, in one run
 
     python benchmarks/delta_rules.py --json benchmarks/results/delta_rules.json --fla folder/of/fla-core
 
-Beside each time stands the error of the same backend against the definition in float64, on 320 steps of two heads. Inputs
-are those of `_delta_rule_inputs.py`, never zeros. FLA runs in a process of its own, because its import name is `fla` too:
-put the folder that its distribution was unpacked into after --fla. It tunes itself for minutes first, which shows as
-`forward_first_s` and `both_first_s`. FlashKDA takes raw gates only: `vendors.py` measures it.
+Beside each time stands the error of the same backend against the definition in float64, on 320 steps of two heads: the
+mean of three seeds. Inputs are those of `_delta_rule_inputs.py`, never zeros. FLA runs in a process of its own, because
+its import name is `fla` too: put the folder that its distribution was unpacked into after --fla. It tunes itself for
+minutes first, which shows as `forward_first_s` and `both_first_s`. FlashKDA takes raw gates only: `vendors.py` measures
+it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 from _delta_rule_inputs import NAMES, definition, inputs, relative
 from _fla_process import FLA, fla_rows
 from _gpu import gpu_ms, peak_mib, wall_ms
+from _results import ResultFile, command, machine, said
 
 OPS = ('gated_delta_rule', 'kda')
 KINDS = ('chunk', 'decode')
@@ -96,7 +96,7 @@ def chunked(op: str, shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
             wanted()
             torch.cuda.synchronize()
         except Exception as refused:
-            row[f'{name}_refused'] = f'{type(refused).__name__}: {refused}'.splitlines()[0][:300]
+            row[f'{name}_refused'] = said(refused)
             yield row
             continue
         row[f'{name}_first_s'] = time.perf_counter() - began
@@ -154,7 +154,7 @@ def rows(backends: list[str] | None, ops: list[str], shapes: list[tuple[int, ...
                     try:
                         row = decoding(op, batch)
                     except Exception as refused:
-                        row = {'refused': f'{type(refused).__name__}: {refused}'.splitlines()[0][:300]}
+                        row = {'refused': said(refused)}
                     yield {'op': op, 'backend': backend, 'decode': batch, **row}
 
 
@@ -178,27 +178,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         print('These kernels need a GPU: nothing is measured here.')
         return
-    import triton
-
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {
-        'benchmark': 'delta_rules',
-        'card': torch.cuda.get_device_name(),
-        'versions': {'torch': torch.__version__, 'triton': triton.__version__, 'python': platform.python_version()},
-        'cores': os.cpu_count(),
-        'command': command(options),
-        'complete': False,
-        'rows': [],
-    }
+    results = ResultFile(
+        options.json, 'delta_rules', **machine(), command=command('delta_rules', options, 'op', 'backend', 'shape', 'kind')
+    )
 
     def add(row: dict[str, Any]) -> None:
-        if result['rows'] and is_more_of(row, result['rows'][-1]):
-            result['rows'].pop()
-        result['rows'].append(row)
-        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + '\n')
+        results.add(row, instead=bool(results.rows) and is_more_of(row, results.rows[-1]))
 
     for row in rows(options.backend, ops, shapes, kinds):
         add(row)
@@ -210,21 +195,11 @@ def main() -> None:
         ]
         for row in fla_rows(__file__, again, options.fla):
             add(row)
-    result['complete'] = True
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + '\n')
+    results.complete()
 
 
 def is_more_of(row: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(row.get(name) == other.get(name) for name in ('op', 'backend', 'shape', 'decode'))
-
-
-def command(options: argparse.Namespace) -> str:
-    """How to repeat the run, without this machine's folders."""
-    words = ['python benchmarks/delta_rules.py']
-    for name in ('op', 'backend', 'shape', 'kind'):
-        words += [f'--{name} {value}' for value in getattr(options, name) or ()]
-    return ' '.join([*words, *(['--fla fla-core'] if options.fla else [])])
 
 
 if __name__ == '__main__':

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fla.layers.cache import Cache, check_cache, check_rows
-from fla.layers.checks import check_hidden, check_sizes
+from fla.layers.checks import check_hidden
 from fla.layers.padding import Packing, may_pack
-from fla.modules.checks import check_finite
+from fla.modules.checks import check_finite, check_sizes
 from fla.modules.layernorm import RMSNorm
 from fla.modules.rotary import RotaryEmbedding
 from fla.ops.attn import parallel_attn

@@ -8,15 +8,6 @@ from fla.ops.backends import check_tensors
 from fla.ops.common.checks import check_cu_seqlens, check_dense, check_given
 
 
-def check_sizes(**sizes: object) -> None:
-    """Whole numbers, each at least 1."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f'{name} must be a whole number, got {type(size).__name__}')
-        if size < 1:
-            raise ValueError(f'{name} must be at least 1, got {size}')
-
-
 def check_hidden(
     hidden_states: torch.Tensor,
     hidden_size: int,

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fla.layers.cache import Cache, LayerState, check_cache, check_rows
-from fla.layers.checks import check_hidden, check_sizes
+from fla.layers.checks import check_hidden
 from fla.layers.padding import Packing
-from fla.modules.checks import check_finite
+from fla.modules.checks import check_finite, check_sizes
 from fla.modules.convolution import ShortConvolution
 
 

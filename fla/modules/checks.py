@@ -78,11 +78,12 @@ def check_eps(eps: float) -> None:
         raise ValueError(f'eps must be at least 0, got {eps}')
 
 
-def check_size(name: str, value: object) -> None:
-    """A whole number from 1 on."""
-    check_int(name, value)
-    if not value >= 1:  # type: ignore[operator]
-        raise ValueError(f'{name} must be at least 1, got {value}')
+def check_sizes(**sizes: object) -> None:
+    """Whole numbers from 1 on."""
+    for name, size in sizes.items():
+        check_int(name, size)
+        if not size >= 1:  # type: ignore[operator]
+            raise ValueError(f'{name} must be at least 1, got {size}')
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:

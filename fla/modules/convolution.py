@@ -10,7 +10,7 @@ from fla.modules.checks import (
     check_choice,
     check_floating,
     check_shape,
-    check_size,
+    check_sizes,
     check_written,
     require,
     shares_memory,
@@ -193,8 +193,7 @@ class ShortConvolution(nn.Conv1d):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_size('hidden_size', hidden_size)
-        check_size('kernel_size', kernel_size)
+        check_sizes(hidden_size=hidden_size, kernel_size=kernel_size)
         check_choice('activation', activation, (None, *SILU))
         check_choice('backend', backend, ('triton', 'cuda', None))
         super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=bias, device=device, dtype=dtype)

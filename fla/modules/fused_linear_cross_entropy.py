@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import check_choice, check_dims, check_floating, check_shape, under_autocast
+from fla.modules.checks import check_choice, check_dims, check_floating, check_shape, check_sizes, under_autocast
 from fla.modules.fused_cross_entropy import REDUCTIONS, check_loss, check_numbers
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import check_tensors, dispatch
@@ -38,16 +38,9 @@ def _check(
             raise TypeError(f'{name} must have the dtype of x, {x.dtype}, outside autocast, got {tensor.dtype}')
     check_shape('target', target, x.shape[:-1], 'one number for each x')
     check_choice('reduction', reduction, REDUCTIONS)
-    _check_chunks(num_chunks)
+    check_sizes(num_chunks=num_chunks)
     flat, classes = target.reshape(-1), weight.shape[0]
     check_loss(flat, flat.shape[0], classes, label_smoothing, logit_scale, logit_softcapping, ignore_index, check_values)
-
-
-def _check_chunks(num_chunks: object) -> None:
-    if type(num_chunks) is not int:
-        raise TypeError(f'num_chunks must be an int, got {num_chunks!r}')
-    if num_chunks < 1:
-        raise ValueError(f'num_chunks must be at least 1, got {num_chunks}')
 
 
 @dispatch('modules', check=_check, default_verifier=on_triton('x'))
@@ -123,7 +116,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         super().__init__()
         check_choice('reduction', reduction, REDUCTIONS)
         check_numbers(label_smoothing, logit_scale, logit_softcapping, ignore_index)
-        _check_chunks(num_chunks)
+        check_sizes(num_chunks=num_chunks)
         self.ignore_index, self.label_smoothing, self.logit_scale = ignore_index, label_smoothing, logit_scale
         self.logit_softcapping, self.num_chunks, self.reduction = logit_softcapping, num_chunks, reduction
 

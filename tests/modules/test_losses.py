@@ -180,11 +180,15 @@ BAD = [
     (lambda x, t: fused_linear_cross_entropy_loss(x, t, x, x), ValueError, r'bias must be \[V\] = \[3\]'),
     (lambda x, t: fused_linear_cross_entropy_loss(x, t, x.half()), TypeError, 'weight must have the dtype of x'),
     (lambda x, t: fused_linear_cross_entropy_loss(x, t, x, x[:, 0].half()), TypeError, 'bias must have the dtype of x'),
-    (lambda x, t: fused_linear_cross_entropy_loss(x, t, x, num_chunks=1.5), TypeError, 'num_chunks must be an int, got 1.5'),
+    (
+        lambda x, t: fused_linear_cross_entropy_loss(x, t, x, num_chunks=1.5),
+        TypeError,
+        'num_chunks must be an int, got float',
+    ),
     (
         lambda x, t: fused_linear_cross_entropy_loss(x, t, x, num_chunks=True),
         TypeError,
-        'num_chunks must be an int, got True',
+        'num_chunks must be an int, got bool',
     ),
     (lambda x, t: fused_linear_cross_entropy_loss(x, t, x, logit_scale=math.inf), ValueError, 'logit_scale must be finite'),
     (lambda x, t: fused_linear_cross_entropy_loss(x, t, x, label_smoothing='0'), TypeError, 'label_smoothing must be a num'),

@@ -1,8 +1,6 @@
 """The backends of vendors' packages with stand-ins for these: what the package gets, and what comes back. What they refuse
 is in `test_vendors_refuse`."""
 
-import os
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from fla.ops.attn import parallel_attn
 from fla.ops.attn.backends import varlen
 from fla.ops.attn.backends.varlen import TorchVarlenBackend
 from fla.ops.attn.naive import naive_parallel_attn
-from fla.ops.backends import default_dispatcher, explain, trace
+from fla.ops.backends import explain, trace
 from tests.ops.attn.attention import BF16, FP16, inputs
 from tests.ops.attn.stand_ins import BACKENDS, PACKS, installed
 from tests.ops.vendors import fakes, odd, trust
@@ -18,13 +16,7 @@ from tests.ops.vendors import fakes, odd, trust
 CU = torch.tensor([0, 0, 1, 9, 24])
 
 
-@pytest.fixture(autouse=True)
-def fresh_dispatch(monkeypatch):
-    for name in [n for n in os.environ if n.startswith('FLA_')]:
-        monkeypatch.delenv(name)
-    default_dispatcher().reset()
-    yield
-    default_dispatcher().reset()
+pytestmark = pytest.mark.usefixtures('fresh_dispatch')
 
 
 def given(**changes):

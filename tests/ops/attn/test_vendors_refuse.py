@@ -1,13 +1,11 @@
 """What the backends of vendors' packages refuse, with stand-ins for these: one case for each branch, by the reason that
 `explain` gives, and another backend serves."""
 
-import os
-
 import pytest
 import torch
 
 from fla.ops.attn import parallel_attn
-from fla.ops.backends import default_dispatcher, explain
+from fla.ops.backends import explain
 from fla.utils.devices import Device
 from tests.ops.attn.attention import BF16, FP32, inputs
 from tests.ops.attn.stand_ins import BACKENDS, PACKS, installed
@@ -17,13 +15,7 @@ T4 = Device('cuda', 0, 'Tesla T4', (7, 5))
 LENS = torch.tensor([0, 5, 24])
 
 
-@pytest.fixture(autouse=True)
-def fresh_dispatch(monkeypatch):
-    for name in [n for n in os.environ if n.startswith('FLA_')]:
-        monkeypatch.delenv(name)
-    default_dispatcher().reset()
-    yield
-    default_dispatcher().reset()
+pytestmark = pytest.mark.usefixtures('fresh_dispatch')
 
 
 def call(grad=False, **changes):

@@ -1,0 +1,17 @@
+"""Fixtures of attention's tests."""
+
+import os
+
+import pytest
+
+from fla.ops.backends import default_dispatcher
+
+
+@pytest.fixture
+def fresh_dispatch(monkeypatch):
+    """No variable of ours is set, and the dispatcher remembers nothing, afterwards either."""
+    for name in [n for n in os.environ if n.startswith('FLA_')]:
+        monkeypatch.delenv(name)
+    default_dispatcher().reset()
+    yield
+    default_dispatcher().reset()
