@@ -77,6 +77,12 @@ def check_ignored_rows(backend):
         assert losses[0] > 0
         assert given.grad[0].all()
         assert not any(one[1:].any() for one in (losses, z_losses, given.grad))
+    # the gradient of a mean over no losses is infinite, and nothing of that goes back
+    given = logits.clone().requires_grad_()
+    with trace() as recorded:
+        FusedCrossEntropyLoss()(given, torch.full((4,), -100)).backward()
+    assert recorded.last_backend('modules.cross_entropy_loss') == backend
+    assert not given.grad.any()
 
 
 def test_ignored_rows():

@@ -398,6 +398,21 @@ def test_linear_under_autocast(logits_are):
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize('reduction', ['mean', 'none'])
+def test_autocast_around_the_backward_alone(reduction, logits_are):
+    """Rounds nothing of a loss that was computed without."""
+    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((20, 8), (30, 8), (30,)))
+    target = targets(20, 30)
+    loss = on_triton(fused_linear_cross_entropy_loss, x, target, weight, bias, reduction=reduction).sum()
+    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    expected = linear_oracle(exact[0], target, *exact[1:], reduction=reduction).sum()
+    with torch.autocast('cpu', torch.bfloat16):
+        found = torch.autograd.grad(loss, (x, weight, bias))
+    for wanted, got in zip(torch.autograd.grad(expected, exact), found, strict=True):
+        assert error(wanted, got) <= bounds.EXACT[torch.float32]
+
+
+@pytest.mark.interpreted
 @served_by('default')
 def test_compiled():
     logits, target = torch.randn(4, 10, requires_grad=True), targets(4, 10)

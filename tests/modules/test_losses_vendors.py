@@ -219,6 +219,19 @@ def test_linear_of_ignored_rows(package, reduction):
     assert loss.isnan() if reduction == 'mean' else loss == 0
 
 
+@pytest.mark.parametrize('ignore_index', [-100, 3])
+def test_nothing_goes_back_through_ignored_rows(package, ignore_index):
+    """Whatever comes in there: of a mean over no losses, infinity."""
+    logits, target = torch.randn(4, 16), torch.tensor([ignore_index, ignore_index, 5, ignore_index])
+    numbers = (0.1, 3.0, ignore_index, 0.01)
+    *_, gradient = losses._forward(logits, target, *numbers, True)
+    got = losses._backward(logits, target, *numbers, gradient, torch.tensor([torch.inf, torch.nan, 2.0, -torch.inf]))
+    exact = logits.double().requires_grad_()
+    (wanted,) = torch.autograd.grad(oracle(exact, target, 0.1, 1.0, 0.01, 3.0, ignore_index)[0][2] * 2, exact)
+    assert error(wanted, got) <= bounds.EXACT[FP32]
+    assert not got[[0, 1, 3]].any()
+
+
 WRONG = [16, 17, 10**6, 2**31 - 1, -1, -7, -100]
 
 

@@ -11,6 +11,7 @@ from torch import distributed
 from fla.modules.checks import require, under_autocast
 from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, reduced, scaled
 from fla.ops.backends.opaque import opaque, runs_as_it_is
+from fla.ops.common.reference import without_autocast
 from fla.ops.common.triton_call import DEVICES, in_rows
 
 _NUMBERS = 'float label_smoothing, float logit_scale, float lse_square_scale, float logit_softcapping, int ignore_index'
@@ -260,15 +261,13 @@ class _OneChunk(torch.autograd.Function):
         dlosses = dloss if share is None else (dloss * share).expand(target.shape)
         dlogits = _buffer(logits.shape[0], logits.shape[1], logits)
         launch_backward(logits, target, maximum, log_sum, dlosses, dlogits, ctx.options)
-        dx, _, dweight, dbias, *_ = ctx.needs_input_grad
-        return (
-            torch.mm(dlogits, weight) if dx else None,
-            None,
-            torch.mm(dlogits.t(), x) if dweight else None,
-            dlogits.sum(0, dtype=torch.float32).to(x.dtype) if dbias else None,
-            None,
-            None,
-        )
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        # whoever called has cast, and autocast around the backward is of something else
+        with without_autocast(x.device):
+            dx = torch.mm(dlogits, weight) if needs_x else None
+            dweight = torch.mm(dlogits.t(), x) if needs_weight else None
+        dbias = dlogits.sum(0, dtype=torch.float32).to(x.dtype) if needs_bias else None
+        return dx, None, dweight, dbias, None, None
 
 
 def _linear(

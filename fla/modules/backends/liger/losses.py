@@ -73,8 +73,10 @@ def _backward(
         numbers = (label_smoothing, logit_softcapping, ignore_index, lse_square_scale)
         *_, gradient = _forward(logits, target, *numbers, True)
     assert gradient is not None
-    _, wrong = _safe(target, logits.shape[1], ignore_index)
-    return gradient * dlosses.masked_fill(wrong, float('nan'))[:, None]
+    safe, wrong = _safe(target, logits.shape[1], ignore_index)
+    # the gradient of a loss that is not counted may be anything, as of a mean over no losses it is infinite
+    factors = dlosses.masked_fill(wrong, float('nan')).masked_fill(safe == _IGNORED, 0.0)
+    return gradient * factors[:, None]
 
 
 _cross_entropy = opaque(
