@@ -22,8 +22,10 @@ from .test_convolution import oracle
 def causal_conv1d_fn(
     x, weight, bias, seq_idx, initial_states=None, return_final_states=False, final_states_out=None, activation=None
 ):
+    """With what the package checks, and that it takes x for what it is: otherwise it reads `[B, D, T]`."""
     assert x.shape[1] == weight.shape[0]
-    assert x.stride(1) == 1
+    assert x.stride(1) == 1 < x.stride(2)
+    assert x.stride(0) % 8 == x.stride(2) % 8 == 0
     assert on_16(x)
     assert bias is None or bias.is_contiguous()
     cu = None
@@ -33,7 +35,7 @@ def causal_conv1d_fn(
     wide = (None if one is None else one.float() for one in (x.transpose(1, 2), weight, bias))
     y = oracle(*wide, activation=activation, cu_seqlens=cu)[0].transpose(1, 2).to(x.dtype)
     if y.requires_grad:
-        y.register_hook(lambda dy: ALIGNED.append(on_16(dy)))
+        y.register_hook(lambda dy: ALIGNED.append(on_16(dy) and dy.stride(0) % 8 == dy.stride(2) % 8 == 0))
     return y
 
 
@@ -153,20 +155,31 @@ def test_numbers(package, packed):
     """What is passed to the stand-in, in the form that it checks, and what comes back."""
     cu = torch.tensor([0, 2, 2, 9]) if packed else None
     x, weight, bias = torch.randn(9, 8, 1).permute(2, 0, 1), torch.randn(4, 8).t(), torch.randn(8, 2)[:, 0]
-    for given in (x, torch.randn(8, 9, 1).permute(2, 1, 0), odd(x), odd(x.contiguous())):
+    others = (torch.randn(8, 9, 1).permute(2, 1, 0), odd(x), odd(x.contiguous()), x[:, :1].expand(1, 9, 8))
+    for given in (x, *others, torch.randn(1, 9, 16)[..., :8]):
         exact = [one.double().requires_grad_() for one in (given, weight, bias)]
         expected, _ = oracle(*exact, activation='silu', cu_seqlens=cu)
         y = backend._forward(given, weight, bias, cu, True)
         assert y.is_contiguous()
         assert bounds.relative_rms(expected.detach(), y) <= bounds.of_convolution(FP32)
-        dy = odd(torch.randn(1, 9, 8))
-        ALIGNED.clear()
-        found = backend._backward(given, weight, bias, cu, True, dy, (True, False, True))
-        assert found[1] is None
-        assert ALIGNED == [True]
-        wanted = torch.autograd.grad(expected, exact, dy.double())
-        for a, b in zip(wanted[::2], found[::2], strict=True):
-            assert bounds.relative_rms(a, b) <= bounds.of_convolution(FP32)
+        for dy in (odd(torch.randn(1, 9, 8)), torch.randn(9, 8, 1).permute(2, 0, 1)):
+            ALIGNED.clear()
+            found = backend._backward(given, weight, bias, cu, True, dy, (True, False, True))
+            assert found[1] is None
+            assert ALIGNED == [True]
+            wanted = torch.autograd.grad(expected, exact, dy.double(), retain_graph=True)
+            for a, b in zip(wanted[::2], found[::2], strict=True):
+                assert bounds.relative_rms(a, b) <= bounds.of_convolution(FP32)
+
+
+@pytest.mark.parametrize('shape', [(1, 1, 8), (3, 1, 8)])
+@pytest.mark.parametrize('stride', [(1, 1, 1), (8, 0, 1), (1, 8, 1), (0, 3, 1)])
+def test_a_dimension_of_one_has_any_stride(package, shape, stride):
+    """Of packed sequences the package refuses what it cannot read otherwise."""
+    x, weight = torch.randn(64).as_strided(shape, stride), torch.randn(8, 4)
+    cu = torch.tensor([0, 1]) if shape[0] == 1 else None
+    y = backend._forward(x, weight, None, cu, True)
+    assert bounds.relative_rms(oracle(x.double(), weight.double(), activation='silu')[0], y) <= bounds.of_convolution(FP32)
 
 
 @pytest.mark.parametrize('shape', [(3, 8), (3, 1, 8), (1, 3, 8)])

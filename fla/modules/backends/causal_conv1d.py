@@ -20,8 +20,10 @@ HALVES_AND_FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 
 def _channels_first(x: torch.Tensor) -> torch.Tensor:
     """`[B, D, T]`, as the package wants it, with the channels still side by side in memory, as it needs them for packed
-    sequences, and 16 bytes of them read at a time: nothing is copied but what is otherwise."""
-    even = x.stride(2) == 1 and not (x.stride(0) % 8 or x.stride(1) % 8)
+    sequences, and 16 bytes of them read at a time: nothing is copied but what is otherwise. One step that is expanded over
+    time is: the package would take it for `[B, D, T]` in memory, and read what lies behind."""
+    rows, steps, channels = x.stride()
+    even = channels == 1 and steps and not (rows % 8 or steps % 8)
     return (aligned(x) if even else for_tma(x)).transpose(1, 2)
 
 

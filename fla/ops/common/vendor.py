@@ -24,8 +24,10 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def for_tma(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy, contiguous and at an address that Hopper's bulk copies can read from."""
-    return aligned(x.contiguous())
+    """x, or a copy, contiguous, at an address that Hopper's bulk copies can read from, and with the strides of its shape:
+    PyTorch calls a tensor contiguous whatever the stride of a dimension of size 1 is, and kernels look at that too."""
+    x = aligned(x.contiguous())
+    return x.view(-1).view(x.shape) if 1 in x.shape else x
 
 
 def in_pieces(x: torch.Tensor) -> torch.Tensor:
