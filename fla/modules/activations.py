@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fla.modules.checks import check_dims, check_floating, check_same, check_shape, require, under_autocast
+from fla.modules.checks import check_dims, check_floating, check_same, check_shape, check_weights, require, under_autocast
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import dispatch
 from fla.ops.common.checks import check_given
@@ -78,9 +78,7 @@ def _check_swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor,
         raise ValueError(f'weight must be [out, D], got shape {list(weight.shape)}')
     check_shape('weight', weight, (weight.shape[0], x.shape[-1]), '[out, D]')
     check_shape('bias', bias, weight.shape[:1], '[out]')
-    for name, tensor in (('weight', weight), ('bias', bias)):
-        if tensor is not None and tensor.dtype != x.dtype and not under_autocast(x):
-            raise TypeError(f'{name} must have the dtype of x, {x.dtype}, outside autocast, got {tensor.dtype}')
+    check_weights(x, weight=weight, bias=bias)
 
 
 @dispatch('modules', check=_check_swiglu_linear, default_verifier=on_triton('x'))
@@ -91,10 +89,10 @@ def swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: 
 
     Args:
         x, y: `[..., D]`, tensors of one shape and dtype: float16, bfloat16, float32 or float64.
-        weight: `[out, D]`; bias: `[out]` or None; the dtype of x, under autocast any.
+        weight: `[out, D]`; bias: `[out]` or None; the dtype of x, under autocast any but float64, unless all are.
 
     Returns:
-        `[..., out]` in x's dtype, under autocast in autocast's.
+        `[..., out]` in x's dtype, under autocast in autocast's, which leaves float64 as it is.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, before any backend is asked.

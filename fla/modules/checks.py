@@ -113,3 +113,16 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 def under_autocast(tensor: torch.Tensor) -> bool:
     """Whether autocast is on for the tensor's device."""
     return autocast_is_on(tensor.device.type)
+
+
+def check_weights(x: torch.Tensor, **weights: torch.Tensor | None) -> None:
+    """What x is multiplied by, and what is added, has the dtype of x, or under autocast another that it casts."""
+    for name, tensor in weights.items():
+        if tensor is None or tensor.dtype == x.dtype:
+            continue
+        if not under_autocast(x):
+            raise TypeError(f'{name} must have the dtype of x, {x.dtype}, outside autocast, got {tensor.dtype}')
+        if torch.float64 in (x.dtype, tensor.dtype):
+            raise TypeError(
+                f'{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}: autocast leaves float64 as it is'
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import check_choice, check_dims, check_floating, check_shape, check_sizes, under_autocast
+from fla.modules.checks import check_choice, check_dims, check_floating, check_shape, check_sizes, check_weights
 from fla.modules.fused_cross_entropy import REDUCTIONS, check_loss, check_numbers
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import check_tensors, dispatch
@@ -33,9 +33,7 @@ def _check(
         raise ValueError(f'weight must be [V, D] with V at least 1, got shape {list(weight.shape)}')
     check_shape('weight', weight, (weight.shape[0], x.shape[-1]), '[V, D]')
     check_shape('bias', bias, weight.shape[:1], '[V]')
-    for name, tensor in (('weight', weight), ('bias', bias)):
-        if tensor is not None and tensor.dtype != x.dtype and not under_autocast(x):
-            raise TypeError(f'{name} must have the dtype of x, {x.dtype}, outside autocast, got {tensor.dtype}')
+    check_weights(x, weight=weight, bias=bias)
     check_shape('target', target, x.shape[:-1], 'one number for each x')
     check_choice('reduction', reduction, REDUCTIONS)
     check_sizes(num_chunks=num_chunks)
@@ -62,7 +60,8 @@ def fused_linear_cross_entropy_loss(
     Args:
         x: `[..., D]`, float16, bfloat16, float32 or float64.
         target: `[...]`, int32 or int64, in `[0, V)`; see `cross_entropy_loss`.
-        weight: `[V, D]`; bias: `[V]`; the dtype of x, under autocast any. The logits have that dtype (autocast's), too.
+        weight: `[V, D]`; bias: `[V]`; the dtype of x, under autocast any but float64, unless all are. The logits have that
+            dtype, under autocast autocast's, which leaves float64 as it is.
         ignore_index, label_smoothing, logit_scale, logit_softcapping: of `cross_entropy_loss`.
         num_chunks: how many chunks the rows are cut into at most. More take less memory. A GPU cuts rows no finer than into
             chunks of 1024, or D / 2 where that is more, as products of fewer wait for memory: the logits at hand are those

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
+from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
 from tests import bounds
 
+from .losses import linear_oracle
 from .oracle import DTYPES, check, error, served_by, tensor
 
 
@@ -42,6 +44,25 @@ def test_linear_under_autocast():
         y = swiglu_linear(x.bfloat16(), x.bfloat16(), weight, None)
     assert y.dtype == torch.bfloat16
     assert error(oracle(x.double(), x.double()) @ weight.double().T, y) <= bounds.of_sums(torch.bfloat16)
+
+
+@pytest.mark.parametrize('name', ['weight', 'bias', 'x'])
+def test_autocast_does_not_cast_float64(name):
+    """Alone it is all right; beside another dtype it is refused by name."""
+    made = {'x': torch.randn(3, 6), 'weight': torch.randn(5, 6), 'bias': torch.randn(5)}
+    given, target = {**made, name: made[name].double()}, torch.tensor([0, 4, 2])
+    wide = {n: one.double() for n, one in made.items()}
+    message = r'weight must have the dtype of x, torch.float64, got .*32' if name == 'x' else f'{name} must have .*64: auto'
+    with torch.autocast('cpu', torch.bfloat16):
+        with pytest.raises(TypeError, match=message):
+            swiglu_linear(given['x'], given['x'], given['weight'], given['bias'])
+        with pytest.raises(TypeError, match=message):
+            fused_linear_cross_entropy_loss(given['x'], target, given['weight'], given['bias'])
+        y = swiglu_linear(wide['x'], wide['x'], wide['weight'], wide['bias'])
+        loss = fused_linear_cross_entropy_loss(wide['x'], target, wide['weight'], wide['bias'])
+    assert y.dtype == loss.dtype == torch.float64
+    assert error(oracle(wide['x'], wide['x']) @ wide['weight'].T + wide['bias'], y) <= bounds.TWO_ORACLES
+    assert error(linear_oracle(wide['x'], target, wide['weight'], wide['bias']), loss) <= bounds.TWO_ORACLES
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from fla.modules import checks
 from fla.modules.backends.liger import LigerBackend, losses
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
@@ -156,9 +157,7 @@ def test_refused(package, function, changes, why):
 
 
 def test_refused_under_autocast(package, monkeypatch):
-    import fla.modules.fused_linear_cross_entropy as module
-
-    for one in (module, losses):
+    for one in (checks, losses):
         monkeypatch.setattr(one, 'under_autocast', lambda tensor: True)
     assert 'under autocast' in reason(fused_linear_cross_entropy_loss, linear())
     mixed = linear(x=torch.randn(3, 8))
