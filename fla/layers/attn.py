@@ -131,13 +131,14 @@ class Attention(nn.Module):
                 f'got {attention_mask.shape[1]}'
             )
 
-        packing = steps = None
+        packing = steps = kept = None
         if attention_mask is not None and past == 0 and may_pack(hidden_states):
             packing = Packing.of(attention_mask)
             hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
         elif attention_mask is not None:
-            hidden_states = hidden_states.masked_fill(attention_mask[:, past:, None] == 0, 0.0)
-            steps = (attention_mask.long().cumsum(1) - 1)[:, past:]
+            kept = attention_mask.bool()
+            hidden_states = hidden_states.masked_fill(~kept[:, past:, None], 0.0)
+            steps = (kept.cumsum(1) - 1)[:, past:]
         q, k, v = self._projected(hidden_states)
         if self.rotary is not None:
             q, k = self.rotary(q, k, past, cu_seqlens, position_ids=steps)
@@ -146,10 +147,10 @@ class Attention(nn.Module):
         keys_values = k, v
         # what was cached outside of autocast is wider than q, and stays so in the cache
         k, v = k.to(q.dtype), v.to(q.dtype)
-        if attention_mask is None or packing is not None:
+        if kept is None:
             o = parallel_attn(q, k, v, window_size=self.window_size, cu_seqlens=cu_seqlens)
         else:
-            o = self._padded(q, k, v, attention_mask)
+            o = self._padded(q, k, v, kept)
         out = self.o_proj(o.flatten(2))
         if state is not None:
             state.keys_values = keys_values if packing is None else (packing.unpack(k), packing.unpack(v))
@@ -165,12 +166,13 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def _padded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Each row with its own padding, which no argument of `parallel_attn` can say. A window counts steps alone."""
-        kept, past = attention_mask.bool(), k.shape[1] - q.shape[1]
+    def _padded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Each row with its own padding, which no argument of `parallel_attn` can say: `kept` `[B, S]` are the steps, and a
+        window counts those alone."""
+        past = k.shape[1] - q.shape[1]
         seen = visible(q, k)[None] & kept[:, None]
         if self.window_size is not None:
-            place = kept.long().cumsum(1)
+            place = kept.cumsum(1)
             seen &= place[:, None] > place[:, past:, None] - self.window_size
         # padding sees something, for the softmax of nothing is no number
         seen |= ~kept[:, past:, None]

@@ -64,6 +64,24 @@ def test_padded_prefill_in_pieces(padded, name, pieces):
             assert error(whole, torch.cat([o[b, kept], last[b]])) < bound(name)
 
 
+@pytest.mark.parametrize('name', LAYERS)
+@pytest.mark.parametrize('step', [True, 1, 1.0, 0.25, 3, -1], ids=str)
+def test_padding_is_zero_and_a_step_is_not(padded, name, step):
+    """Masks of any dtype say that and no more: no position is counted in other numbers."""
+    layer, x, mask = make(name), hidden(2, 6), torch.tensor([[0, 1, 1, 0, 1, 1], [1] * 6])
+    given = torch.where(mask.bool(), torch.tensor(step), torch.zeros((), dtype=torch.tensor(step).dtype))
+    with torch.no_grad():
+        caches, found = (Cache(), Cache()), []
+        for piece in (slice(0, 4), slice(4, 5), slice(5, 6)):
+            found.append(
+                [
+                    layer(x[:, piece], attention_mask=one[:, : piece.stop], past_key_values=cache)[0]
+                    for one, cache in zip((mask, given), caches, strict=True)
+                ]
+            )
+    assert all(torch.equal(expected, o) for expected, o in found)
+
+
 @pytest.mark.parametrize('name', RECURRENT)
 def test_a_step_of_padding_keeps_the_bits_of_the_state(name):
     layer = make(name, torch.float32)
