@@ -77,6 +77,26 @@ def test_importing_loads_nothing_heavy_and_touches_no_device():
     )
 
 
+def test_operations_modules_and_layers_load_nothing_heavy():
+    """Dynamo and Triton take three times as long as all else, and most processes compile nothing."""
+    python(
+        """
+        import sys
+        import torch
+
+        before = set(sys.modules)
+        import fla.layers
+        import fla.modules
+        import fla.ops.attn
+        import fla.ops.gated_delta_rule
+        import fla.ops.kda
+        heavy = ('torch', 'triton', 'tilelang', 'numpy', 'sympy', 'transformers')
+        new = sorted(name for name in set(sys.modules) - before if name.split('.')[0] in heavy)
+        assert not new, new
+        """
+    )
+
+
 BAD = {
     'FLA_DISABLE_BACKEND_DISPATCH': 'maybe',
     'FLA_PER_OP': ';;=;x;kda=|;no_such_operation=a;kda.no_such=b',

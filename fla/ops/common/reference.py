@@ -49,10 +49,13 @@ def autocast_is_on(device_type: str) -> bool:
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
-# Dynamo of PyTorch 2.11 cannot trace the question
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
+
+
+# Dynamo of PyTorch 2.11 cannot trace the question. torch.compiler.assume_constant_result says it no other way, but imports
+# Dynamo, Inductor and Triton.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _outside_autocast(run: Callable[..., Triple], tensors: tuple[torch.Tensor | None, ...]) -> Triple:
