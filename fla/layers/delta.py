@@ -23,10 +23,10 @@ class DeltaLayer(nn.Module):
     # Looked up on the class, so that functions do not become methods.
     chunk: ClassVar[Callable[..., Any]]
     fused_recurrent: ClassVar[Callable[..., Any]]
-    # Modules and parameters of the subclass.
+    # Decays begin as -A softplus(raw + dt_bias), A between this and 16.
+    least_A: ClassVar[float]
+    # Modules of the subclass.
     o_norm: nn.Module
-    A_log: nn.Parameter
-    dt_bias: nn.Parameter
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class DeltaLayer(nn.Module):
         conv_size: int,
         conv_bias: bool,
         layer_idx: int | None,
+        biases_of_head: int,
     ) -> None:
         super().__init__()
         if mode not in ('chunk', 'fused_recurrent'):
@@ -69,6 +70,45 @@ class DeltaLayer(nn.Module):
             self.q_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias, 'silu')
             self.k_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias, 'silu')
             self.v_conv1d = ShortConvolution(self.value_dim, conv_size, conv_bias, 'silu')
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads * biases_of_head, dtype=torch.float32))
+        self.reset_parameters()
+        self._mark()
+
+    def reset_parameters(self) -> None:
+        """Draw the layer's own parameters, as whoever makes it on the meta device needs to: A_log `[HV]`, of A uniform
+        between `least_A` and 16, and dt_bias, such that softplus(dt_bias) is spread evenly, in logarithm, between 0.001 and
+        0.1.
+
+        Source: Dao and Gu 2024, "Transformers are SSMs" (Mamba-2), arXiv 2405.21060.
+        """
+        with torch.no_grad():
+            self.A_log.uniform_(self.least_A, 16).log_()
+            dt = self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_()
+            # the inverse of softplus
+            dt.add_(dt.neg().expm1().neg().log())
+
+    def _mark(self) -> None:
+        """`_no_weight_decay`, which optimizers' grouping looks for."""
+        for name in ('A_log', 'dt_bias'):
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    # Where PyTorch puts new parameters in place of these, they lack the marks.
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DeltaLayer:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark()
 
     def raw_gate(self, x: torch.Tensor) -> torch.Tensor:
         """The gate's raw values for x `[B, T, hidden]`, shaped as the operation wants them."""
@@ -209,21 +249,4 @@ def _convolved(
     return y, torch.where(padding, before, after)
 
 
-def decay_parameters(heads: int, biases: int, least: float) -> tuple[nn.Parameter, nn.Parameter]:
-    """A_log `[heads]`, of A uniform between `least` and 16, and dt_bias `[biases]`, such that softplus(dt_bias) is spread
-    evenly, in logarithm, between 0.001 and 0.1.
-
-    Source: Dao and Gu 2024, "Transformers are SSMs" (Mamba-2), arXiv 2405.21060.
-    """
-    A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32).uniform_(least, 16).log())
-    low, high = math.log(0.001), math.log(0.1)
-    dt = torch.empty(biases, dtype=torch.float32).uniform_(low, high).exp()
-    # the inverse of softplus
-    dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
-    for parameter in (A_log, dt_bias):
-        # what optimizers' grouping looks for
-        parameter._no_weight_decay = True  # type: ignore[attr-defined]
-    return A_log, dt_bias
-
-
-__all__ = ['DeltaLayer', 'decay_parameters']
+__all__ = ['DeltaLayer']

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.layers.delta import DeltaLayer, decay_parameters
+from fla.layers.delta import DeltaLayer
 from fla.modules.fused_norm_gate import FusedRMSNormGated
 from fla.modules.layernorm import RMSNorm
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -39,6 +39,7 @@ class GatedDeltaNet(DeltaLayer):
 
     chunk = chunk_gated_delta_rule
     fused_recurrent = fused_recurrent_gated_delta_rule
+    least_A = 0.01  # above 0, of which there is no logarithm
 
     def __init__(
         self,
@@ -68,11 +69,10 @@ class GatedDeltaNet(DeltaLayer):
             conv_size,
             conv_bias,
             layer_idx,
+            biases_of_head=1,
         )
         self.use_gate = use_gate
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        # A above 0: its logarithm is a parameter
-        self.A_log, self.dt_bias = decay_parameters(self.num_v_heads, self.num_v_heads, least=0.01)
         if use_gate:
             self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
             self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps, activation='swish')

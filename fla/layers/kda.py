@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.layers.delta import DeltaLayer, decay_parameters
+from fla.layers.delta import DeltaLayer
 from fla.modules.fused_norm_gate import FusedRMSNormGated
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
@@ -39,6 +39,7 @@ class KimiDeltaAttention(DeltaLayer):
 
     chunk = chunk_kda
     fused_recurrent = fused_recurrent_kda
+    least_A = 1
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class KimiDeltaAttention(DeltaLayer):
             conv_size,
             conv_bias,
             layer_idx,
+            biases_of_head=head_dim,
         )
         gates = self.num_v_heads * self.head_k_dim
         self.f_proj = nn.Sequential(
@@ -75,7 +77,6 @@ class KimiDeltaAttention(DeltaLayer):
         self.g_proj = nn.Sequential(
             nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, self.value_dim, bias=True)
         )
-        self.A_log, self.dt_bias = decay_parameters(self.num_v_heads, gates, least=1)
         self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps, activation='sigmoid')
 
     def raw_gate(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """GatedDeltaNet, KimiDeltaAttention and Attention against the papers' formulas, step by step in float64."""
 
+import copy
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -453,6 +455,44 @@ def test_initial_decay():
     assert layer.A_log.dtype == torch.float32
     assert layer.A_log._no_weight_decay
     assert layer.dt_bias._no_weight_decay
+
+
+@pytest.mark.parametrize('name', RECURRENT)
+def test_made_without_memory(name):
+    """A layer made on the meta device, as large models are, is filled by `reset_parameters` of it and its modules."""
+    with torch.device('meta'):
+        layer = make(name)
+    layer.to_empty(device='cpu')
+    for parameter in layer.parameters():
+        torch.nn.init.constant_(parameter, math.nan)
+    for module in layer.modules():
+        if hasattr(module, 'reset_parameters'):
+            module.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+    # of KDA from 1 on
+    assert float(layer.A_log.detach().min()) >= (0 if 'kda' in name else math.log(0.01))
+    assert float(layer.A_log.detach().max()) <= math.log(16)
+    dt = F.softplus(layer.dt_bias.detach())
+    assert 0.00099 < float(dt.min()) <= float(dt.max()) < 0.101
+
+
+@pytest.mark.parametrize('name', RECURRENT)
+def test_marks_of_parameters_are_kept(name):
+    with torch.device('meta'):
+        empty = make(name)
+    layer = make(name)
+    assigned = copy.deepcopy(empty)
+    assigned.load_state_dict(layer.state_dict(), assign=True)
+    replaced = make(name)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        replaced.half()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    others = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), assigned, replaced, empty.to_empty(device='cpu')
+    for one in (layer, *others):
+        marked = {key for key, parameter in one.named_parameters() if getattr(parameter, '_no_weight_decay', False)}
+        assert marked == {'A_log', 'dt_bias'}
 
 
 def test_layers_of_a_model_share_a_cache():
