@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+# whole numbers of a dtype are below this, and at least minus this
+_RANGE = {torch.int32: 2**31, torch.int64: 2**63}
+
+
 def check_loss(
     target: torch.Tensor,
     rows: int | torch.SymInt,
@@ -27,11 +31,12 @@ def check_loss(
     check_values: bool,
 ) -> None:
     """What both cross entropies take: `target` `[rows]`, of integers below `classes`, and numbers in their ranges."""
-    if target.dtype not in (torch.int32, torch.int64):
+    if target.dtype not in _RANGE:
         raise TypeError(f'target must be int32 or int64, got {target.dtype}')
     if target.dim() != 1 or target.shape[0] != rows:
         raise ValueError(f'target must be [N] = [{rows}], got {list(target.shape)}')
     check_numbers(label_smoothing, logit_scale, logit_softcapping, ignore_index)
+    _check_range(ignore_index, target.dtype)
     if check_values or readable(target):
         bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
         if bool(bad.any()):
@@ -42,6 +47,7 @@ def check_loss(
 def check_numbers(label_smoothing: float, logit_scale: float, logit_softcapping: float | None, ignore_index: int) -> None:
     """What is kept in a class, and so is looked at before there is any tensor."""
     check_int('ignore_index', ignore_index)
+    _check_range(ignore_index, torch.int64)
     check_finite('label_smoothing', label_smoothing)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f'label_smoothing must be between 0 and 1, got {label_smoothing}')
@@ -50,6 +56,12 @@ def check_numbers(label_smoothing: float, logit_scale: float, logit_softcapping:
         check_finite('logit_softcapping', logit_softcapping)
         if not logit_softcapping > 0:
             raise ValueError(f'logit_softcapping must be positive or None, got {logit_softcapping}')
+
+
+def _check_range(ignore_index: int, dtype: torch.dtype) -> None:
+    """A comparison with what a dtype does not hold is one with what is left of it in so many bits: another class."""
+    if not -_RANGE[dtype] <= ignore_index < _RANGE[dtype]:
+        raise ValueError(f'ignore_index must be a number that targets can be, {dtype}, got {ignore_index}')
 
 
 def _check(

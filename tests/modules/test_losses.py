@@ -1,5 +1,6 @@
 """cross_entropy_loss, fused_linear_cross_entropy_loss and their classes, on the reference."""
 
+import functools
 import math
 
 import pytest
@@ -210,6 +211,11 @@ BAD = [
         'logit_softcapping must be p',
     ),
     (lambda x, t: fused_linear_cross_entropy_loss(x, t, x, ignore_index=None), TypeError, 'ignore_index must be an int'),
+    *(
+        # as an int32 this is 0
+        (lambda x, t, loss=loss: loss(x, t.int(), ignore_index=2**32), ValueError, 'ignore_index must be .*, torch.int32')
+        for loss in (cross_entropy_loss, functools.partial(fused_linear_cross_entropy_loss, weight=torch.ones(4, 4)))
+    ),
     (lambda x, t: fused_linear_cross_entropy_loss(x, t.to('meta'), x), ValueError, "'target' is on meta"),
     (
         lambda x, t: fused_linear_cross_entropy_loss(x, t[None], x),
@@ -238,6 +244,7 @@ BAD = [
             ({'logit_scale': math.inf}, ValueError, 'logit_scale must be finite'),
             ({'logit_softcapping': 0.0}, ValueError, 'logit_softcapping must be positive or None'),
             ({'ignore_index': 1.0}, TypeError, 'ignore_index must be an int'),
+            ({'ignore_index': 2**63}, ValueError, 'ignore_index must be a number that targets can be, torch.int64'),
         )
     ),
     (lambda x, t: FusedCrossEntropyLoss(lse_square_scale=math.nan), ValueError, 'lse_square_scale must be finite'),
