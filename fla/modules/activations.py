@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from fla.modules.checks import check_dims, check_floating, check_same, check_shape, check_weights, require, under_autocast
+from fla.modules.checks import (
+    check_dims,
+    check_floating,
+    check_same,
+    check_shape,
+    check_weights,
+    fits,
+    is_plain,
+    require,
+    under_autocast,
+)
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import dispatch
 from fla.ops.common.checks import check_given
 
 
+def _are_usual(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return is_plain(x) and x.dim() > 0 and fits(y, x.shape, x.device) and y.dtype == x.dtype
+
+
 def _check_swiglu(x: torch.Tensor, y: torch.Tensor) -> None:
+    if _are_usual(x, y):
+        return
     check_given(x=x, y=y)
     check_floating(x=x, y=y)
     check_dims('x', x, 1, '[..., D]')
@@ -40,6 +56,8 @@ def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _check_silu_and_mul(x: torch.Tensor) -> None:
+    if is_plain(x) and x.dim() and x.shape[-1] % 2 == 0:
+        return
     check_given(x=x)
     check_floating(x=x)
     check_dims('x', x, 1, '[..., 2D]')
@@ -69,7 +87,22 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _are_usual_of_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    if not (_are_usual(x, y) and is_plain(weight)):
+        return False
+    shape, dtype, device = weight.shape, x.dtype, x.device
+    return (
+        len(shape) == 2
+        and shape[1] == x.shape[-1]
+        and weight.dtype == dtype
+        and weight.device == device
+        and (bias is None or (fits(bias, shape[:1], device) and bias.dtype == dtype))
+    )
+
+
 def _check_swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if _are_usual_of_linear(x, y, weight, bias):
+        return
     check_given(x=x, y=y, weight=weight)
     check_floating(x=x, y=y, weight=weight, bias=bias)
     check_dims('x', x, 1, '[..., D]')

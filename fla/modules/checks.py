@@ -1,5 +1,10 @@
 """Checks of arguments that the modules share. They raise before any backend is asked, and name the argument, what came and
-what is allowed. Metadata only."""
+what is allowed. Metadata only.
+
+A decode step, or a small norm, waits for its checks: what is called so first asks `is_plain` and `fits`, in as few reads as
+possible, whether a usual call is right. Whoever gets False goes through the checks one by one, which name what is wrong, or
+find that nothing is.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,23 @@ from fla.ops.common.reference import autocast_is_on
 from fla.ops.common.triton_call import require_triton
 
 SILU = ('silu', 'swish')
+
+
+def is_plain(tensor: Any) -> bool:
+    """A dense tensor of float16, bfloat16, float32 or float64."""
+    try:
+        return tensor.dtype in FLOATS and tensor.layout is torch.strided
+    except AttributeError:
+        return False
+
+
+def fits(tensor: Any, shape: Sequence[int | torch.SymInt], device: torch.device) -> bool:
+    """Such a tensor of this shape and on this device."""
+    try:
+        dense = tensor.layout is torch.strided
+        return dense and tensor.shape == shape and tensor.dtype in FLOATS and tensor.device == device
+    except AttributeError:
+        return False
 
 
 def require(function: str, **tensors: torch.Tensor | None) -> None:

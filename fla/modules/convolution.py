@@ -12,6 +12,8 @@ from fla.modules.checks import (
     check_shape,
     check_sizes,
     check_written,
+    fits,
+    is_plain,
     require,
     shares_memory,
 )
@@ -19,6 +21,7 @@ from fla.modules.on_triton import on_triton
 from fla.ops.backends import Verdict, check_tensors, dispatch
 from fla.ops.common.checks import check_cu_seqlens, check_given
 
+ACTIVATIONS = (None, *SILU)
 MOST_TAPS = 8  # of the Triton kernels: wider filters take too many registers
 
 
@@ -39,7 +42,7 @@ def _check_filter(
         raise ValueError(f'weight must be [D, W], got shape {list(weight.shape)}')
     check_shape('weight', weight, (channels, weight.shape[1]), '[D, W]')
     check_shape('bias', bias, (channels,), '[D]')
-    check_choice('activation', activation, (None, *SILU))
+    check_choice('activation', activation, ACTIVATIONS)
 
 
 def _check(
@@ -102,6 +105,32 @@ def causal_conv1d(
     return y, final
 
 
+def _is_usual_step(
+    x: torch.Tensor,
+    cache: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    activation: str | None,
+) -> bool:
+    if not (is_plain(x) and is_plain(weight)):
+        return False
+    assert weight is not None
+    shape, row, device = x.shape, weight.shape, x.device
+    if len(row) != 2 or not (len(shape) == 2 or (len(shape) == 3 and shape[1] == 1)):
+        return False
+    return (
+        shape[-1] == row[0]
+        and row[1] >= 1
+        and weight.device == device
+        and fits(cache, (shape[0], *row), device)
+        and cache.is_contiguous()
+        and (bias is None or fits(bias, row[:1], device))
+        and (residual is None or fits(residual, shape, device))
+        and activation in ACTIVATIONS
+    )
+
+
 def _check_update(
     x: torch.Tensor,
     cache: torch.Tensor,
@@ -110,6 +139,8 @@ def _check_update(
     bias: torch.Tensor | None,
     activation: str | None,
 ) -> None:
+    if _is_usual_step(x, cache, residual, weight, bias, activation):
+        return
     check_given(x=x, cache=cache, weight=weight)
     assert weight is not None
     check_floating(x=x, cache=cache, residual=residual, weight=weight, bias=bias)
@@ -194,7 +225,7 @@ class ShortConvolution(nn.Conv1d):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_sizes(hidden_size=hidden_size, kernel_size=kernel_size)
-        check_choice('activation', activation, (None, *SILU))
+        check_choice('activation', activation, ACTIVATIONS)
         check_choice('backend', backend, ('triton', 'cuda', None))
         super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=bias, device=device, dtype=dtype)
         self.hidden_size, self.activation = hidden_size, activation
@@ -227,10 +258,11 @@ class ShortConvolution(nn.Conv1d):
         Raises:
             TypeError, ValueError: for arguments that do not fit.
         """
-        check_given(x=x)
-        check_tensors(x=x, mask=mask, cache=cache, cu_seqlens=cu_seqlens)
-        if x.dim() != 3:
-            raise ValueError(f'x must be [B, T, D], got shape {list(x.shape)}')
+        if mask is not None or not is_plain(x) or len(x.shape) != 3 or not (cache is None or is_plain(cache)):
+            check_given(x=x)
+            check_tensors(x=x, mask=mask, cache=cache, cu_seqlens=cu_seqlens)
+            if x.dim() != 3:
+                raise ValueError(f'x must be [B, T, D], got shape {list(x.shape)}')
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError('mask is for padded batches and cu_seqlens for packed ones: pass one of them')

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import SILU, check_choice, check_eps, check_floating, check_shape, require
+from fla.modules.checks import SILU, check_choice, check_eps, check_floating, check_shape, fits, require
 from fla.modules.layernorm import check_norm, fit, norm_on_triton
 from fla.ops.backends import dispatch
 from fla.ops.common.checks import check_given
@@ -22,9 +22,9 @@ def _check(
     residual: torch.Tensor | None,
     eps: float,
 ) -> None:
-    check_given(x=x, g=g)
-    if activation in ACTIVATIONS and fit(x, weight, bias, residual, eps) and fit(x, None, None, g, eps):
+    if activation in ACTIVATIONS and fit(x, weight, bias, residual, eps) and fits(g, x.shape, x.device):
         return
+    check_given(x=x, g=g)
     check_floating(x=x, g=g)
     check_norm(x, weight, bias, residual, eps)
     check_shape('g', g, x.shape, 'shaped like x')

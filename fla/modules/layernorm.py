@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fla.modules.checks import check_dims, check_eps, check_floating, check_int, check_shape, require
+from fla.modules.checks import check_dims, check_eps, check_floating, check_int, check_shape, fits, is_plain, require
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import dispatch
 from fla.ops.backends.backend import Verdict
-from fla.ops.common.checks import FLOATS, check_given
+from fla.ops.common.checks import check_given
 
 norm_on_triton = on_triton('x', 'residual', 'g', 'weight', 'bias')
 
@@ -24,28 +24,19 @@ def fit(
     residual: torch.Tensor | None,
     eps: float,
 ) -> bool:
-    """Whether the arguments of a usual call fit together, in few reads: a decode step waits for them. Whoever gets False
-    goes through the checks one by one, which name what is wrong, or find that nothing is."""
-    try:
-        shape, device = x.shape, x.device
-        row = shape[-1:]
-        return (
-            len(row) == 1
-            and type(eps) is float
-            and 0 <= eps < math.inf
-            and x.dtype in FLOATS
-            and x.layout is torch.strided
-            and (weight is None or _fits(weight, row, device))
-            and (bias is None or _fits(bias, row, device))
-            and (residual is None or _fits(residual, shape, device))
-        )
-    except (AttributeError, TypeError):
+    """Whether the arguments of a usual norm fit together."""
+    if not is_plain(x):
         return False
-
-
-def _fits(tensor: torch.Tensor, shape: torch.Size, device: torch.device) -> bool:
-    dense = tensor.layout is torch.strided
-    return dense and tensor.shape == shape and tensor.dtype in FLOATS and tensor.device == device
+    shape, device = x.shape, x.device
+    row = shape[-1:]
+    return (
+        len(row) == 1
+        and type(eps) is float
+        and 0 <= eps < math.inf
+        and (weight is None or fits(weight, row, device))
+        and (bias is None or fits(bias, row, device))
+        and (residual is None or fits(residual, shape, device))
+    )
 
 
 def check_norm(

@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import check_dims, check_finite, check_floating, check_int, check_shape, check_written, require
+from fla.modules.checks import (
+    check_dims,
+    check_finite,
+    check_floating,
+    check_int,
+    check_shape,
+    check_written,
+    fits,
+    is_plain,
+    require,
+)
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import check_tensors, dispatch
 from fla.ops.common.checks import check_cu_seqlens, check_given, readable
@@ -35,6 +45,29 @@ def rotary_embedding_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, 
     return torch.cat([turned.to(x.dtype), rest], -1)
 
 
+def _is_usual(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    inplace: bool,
+    seqlen_offsets: int | torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+) -> bool:
+    """Sequences of one length from one position on."""
+    if cu_seqlens is not None or type(seqlen_offsets) is not int or not (is_plain(x) and is_plain(cos)):
+        return False
+    shape, table = x.shape, cos.shape
+    return (
+        len(shape) == 4
+        and len(table) == 2
+        and 2 * table[1] <= shape[3]
+        and cos.device == x.device
+        and fits(sin, table, x.device)
+        and 0 <= seqlen_offsets <= table[0] - shape[1]
+        and (not inplace or x.is_contiguous())
+    )
+
+
 def _check(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -44,6 +77,8 @@ def _check(
     cu_seqlens: torch.Tensor | None,
     check_values: bool,
 ) -> None:
+    if _is_usual(x, cos, sin, inplace, seqlen_offsets, cu_seqlens):
+        return
     check_given(x=x, cos=cos, sin=sin)
     check_floating(x=x, cos=cos, sin=sin)
     if x.dim() != 4:
@@ -220,6 +255,17 @@ class RotaryEmbedding(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
+    def _are_usual(self, q: torch.Tensor, k: torch.Tensor) -> bool:
+        return (
+            is_plain(q)
+            and is_plain(k)
+            and len(q.shape) == len(k.shape) == 4
+            and q.shape[:2] == k.shape[:2]
+            and q.shape[3] >= self.dim
+            and k.shape[3] >= self.dim
+            and q.device == k.device
+        )
+
     def _check(
         self,
         q: torch.Tensor,
@@ -228,6 +274,8 @@ class RotaryEmbedding(nn.Module):
         cu_seqlens: torch.Tensor | None,
         position_ids: torch.Tensor | None,
     ) -> None:
+        if type(seqlen_offset) is int and cu_seqlens is position_ids is None and self._are_usual(q, k):
+            return
         check_given(q=q, k=k)
         check_floating(q=q, k=k)
         for name, x in (('q', q), ('k', k)):

@@ -19,6 +19,34 @@ from fla.ops.common.checks import (
 )
 
 
+def _are_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether q, k and v fit together, in few reads: a decode step waits for them. Whoever gets False goes through the
+    checks one by one, which name what is wrong, or find that nothing is."""
+    try:
+        batch, length, heads, dim = q.shape
+        batch_k, kept, groups, dim_k = k.shape
+        dtype, device = q.dtype, q.device
+        return (
+            q.layout is k.layout is v.layout is torch.strided
+            and dtype in FLOATS
+            and k.dtype == dtype
+            and v.dtype == dtype
+            and k.device == device
+            and v.device == device
+            and batch_k == batch
+            and dim_k == dim
+            and v.shape[:3] == (batch, kept, groups)
+            and len(v.shape) == 4
+            and 1 <= dim <= MAX_HEAD_DIM
+            and 1 <= v.shape[3] <= MAX_HEAD_DIM
+            and groups > 0
+            and heads % groups == 0
+            and kept >= length
+        )
+    except (AttributeError, ValueError):
+        return False
+
+
 def check_parallel(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -36,6 +64,8 @@ def check_parallel(
     if scale is not None and not -math.inf < scale < math.inf:
         # kernels differ in where NaN comes of it, and some make zeros
         raise ValueError(f'scale must be finite, got {scale}')
+    if cu_seqlens is g is chunk_indices is sink_bias is None and _are_plain(q, k, v):
+        return check_window(window_size)
     check_given(q=q, k=k, v=v)
     check_tensors(q=q, k=k, v=v, g=g, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices, sink_bias=sink_bias)
     for name, tensor in (('q', q), ('k', k), ('v', v)):
@@ -59,10 +89,7 @@ def check_parallel(
         if given is not None and k.shape[1] != q.shape[1]:
             raise ValueError(f'{name} needs k to be as long as q: q has T = {q.shape[1]}, k has {k.shape[1]}')
     check_cu_seqlens(q, cu_seqlens, None, check_values)
-    if window_size is not None and (isinstance(window_size, bool) or not isinstance(window_size, (int, torch.SymInt))):
-        raise TypeError(f'window_size must be a whole number or None, got {type(window_size).__name__}')
-    if window_size is not None and window_size < 1:
-        raise ValueError(f'window_size must be at least 1 (each step sees itself), got {window_size}')
+    check_window(window_size)
     check_chunk_indices(chunk_indices)
     if g is not None:
         if g.shape != q.shape[:3]:
@@ -74,3 +101,13 @@ def check_parallel(
         if sink_bias.shape != q.shape[2:3]:
             raise ValueError(f'sink_bias must be [HQ] = {list(q.shape[2:3])}, got {list(sink_bias.shape)}')
         check_companion('sink_bias', sink_bias, q)
+
+
+def check_window(window_size: int | None) -> None:
+    """How many steps a query sees, a whole number from 1 on; None: all."""
+    if window_size is None:
+        return
+    if isinstance(window_size, bool) or not isinstance(window_size, (int, torch.SymInt)):
+        raise TypeError(f'window_size must be a whole number or None, got {type(window_size).__name__}')
+    if window_size < 1:
+        raise ValueError(f'window_size must be at least 1 (each step sees itself), got {window_size}')
