@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fla.layers.cache import Cache, check_cache, check_rows
+from fla.layers.cache import Cache, check_cache, check_rows, check_state
 from fla.layers.checks import check_hidden
 from fla.layers.padding import Packing, may_pack
-from fla.modules.checks import check_finite, check_sizes
+from fla.modules.checks import check_finite, check_int, check_sizes
 from fla.modules.layernorm import RMSNorm
 from fla.modules.rotary import RotaryEmbedding
 from fla.ops.attn import parallel_attn
@@ -59,6 +59,8 @@ class Attention(nn.Module):
         check_sizes(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=self.num_kv_heads)
         if window_size is not None:
             check_sizes(window_size=window_size)
+        if layer_idx is not None:
+            check_int('layer_idx', layer_idx)
         if num_heads % self.num_kv_heads:
             raise ValueError(f'num_heads = {num_heads} must be a multiple of num_kv_heads, got {num_kv_heads}')
         if head_dim is None and hidden_size % num_heads:
@@ -125,6 +127,8 @@ class Attention(nn.Module):
         past = 0 if state is None else state.length
         if state is not None:
             check_rows(state, batch)
+            sizes = (self.num_kv_heads, self.head_dim)
+            check_state(state, self.layer_idx, hidden_states.device, keys_values=[sizes, sizes])
         if attention_mask is not None and attention_mask.shape[1] != past + length:
             raise ValueError(
                 f'attention_mask must have S = {past + length} columns ({past} cached and T = {length} new steps), '

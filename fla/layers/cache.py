@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from fla.modules.checks import check_int
+from fla.ops.backends import check_tensors
+from fla.ops.common.checks import check_given, readable
+
 
 @dataclass
 class LayerState:
@@ -24,6 +28,10 @@ class LayerState:
     conv: tuple[torch.Tensor, ...] | None = None
     keys_values: tuple[torch.Tensor, torch.Tensor] | None = None
     length: int = 0
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that there are."""
+        return [x for x in (self.recurrent, *(self.conv or ()), *(self.keys_values or ())) if x is not None]
 
     def replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put `change` of each tensor in its place."""
@@ -59,26 +67,68 @@ class Cache:
         return self.layers[layer_idx].length if layer_idx in self.layers else 0
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences of these numbers `[M]`, in this order; one may come several times."""
+        """Keep the sequences of these numbers `[M]`, int32 or int64, in this order; one may come several times.
+
+        Raises:
+            TypeError, ValueError: for numbers that are none of sequences; on a GPU, where reading them would wait, PyTorch
+                says so later.
+        """
+        self._check_rows('indices', indices)
         for state in self.layers.values():
             state.replace(lambda x: x.index_select(0, indices.to(x.device)))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let each beam go on from that of number `beam_idx` `[N]`."""
+        """Let each beam go on from that of number `beam_idx` `[N]`, int32 or int64."""
+        self._check_rows('beam_idx', beam_idx)
         self.batch_select_indices(beam_idx)
+
+    def _check_rows(self, name: str, indices: torch.Tensor) -> None:
+        check_given(**{name: indices})
+        check_tensors(**{name: indices})
+        if indices.dim() != 1:
+            raise ValueError(f'{name} must be [M], got shape {list(indices.shape)}')
+        if indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f'{name} must be int32 or int64, got {indices.dtype}')
+        held = [x.shape[0] for state in self.layers.values() for x in state.tensors()]
+        if held and indices.numel() and readable(indices):
+            least, most = (int(x) for x in indices.aminmax())
+            if least < 0 or most >= min(held):
+                raise ValueError(f'{name} must be in [0, {min(held)}), the number of sequences, got {least} to {most}')
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Have each sequence `repeats` times, one after the other."""
+        check_int('repeats', repeats)
+        if repeats < 0:
+            raise ValueError(f'repeats must be at least 0, got {repeats}')
         for state in self.layers.values():
             state.replace(lambda x: x.repeat_interleave(repeats, 0))
 
 
 def check_rows(state: LayerState, count: int | torch.SymInt) -> None:
     """A state to go on from has a row for each of `count` sequences."""
-    tensors = state.recurrent, *(state.conv or ()), *(state.keys_values or ())
-    for x in tensors:
-        if x is not None and x.shape[0] != count:
+    for x in state.tensors():
+        if x.shape[0] != count:
             raise ValueError(f'past_key_values holds {x.shape[0]} sequences, got {count}')
+
+
+def check_state(state: LayerState, layer_idx: int | None, device: torch.device, **sizes: list[tuple[int, ...]]) -> None:
+    """A state to go on from is of such a layer, and on its device, before anything of it is changed. `sizes` are the last
+    ones of the tensors that the layer keeps, by the names of `LayerState`."""
+    recurrent = None if state.recurrent is None else (state.recurrent,)
+    held = {'recurrent': recurrent, 'conv': state.conv, 'keys_values': state.keys_values}
+    for name, tensors in held.items():
+        if tensors is None:
+            continue
+        wanted = sizes.get(name, [])
+        if len(tensors) != len(wanted) or any(x.shape[-len(y) :] != y for x, y in zip(tensors, wanted, strict=True)):
+            raise ValueError(
+                f'past_key_values[{layer_idx}].{name} is of another layer, with sizes '
+                f'{[list(x.shape[1:]) for x in tensors]} and not {[list(y) for y in wanted] or "there"}: '
+                'each layer of a model needs a layer_idx of its own'
+            )
+        for x in tensors:
+            if x.device != device:
+                raise ValueError(f'past_key_values is on {x.device} and hidden_states on {device}: move them to one device')
 
 
 def check_cache(cache: object, layer_idx: int | None) -> None:
@@ -91,4 +141,4 @@ def check_cache(cache: object, layer_idx: int | None) -> None:
         raise ValueError('a layer with past_key_values needs a layer_idx: pass it to its constructor')
 
 
-__all__ = ['Cache', 'LayerState', 'check_cache', 'check_rows']
+__all__ = ['Cache', 'LayerState', 'check_cache', 'check_rows', 'check_state']

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fla.modules.checks import check_floating
 from fla.ops.backends import check_tensors
 from fla.ops.common.checks import check_cu_seqlens, check_dense, check_given
 
@@ -14,8 +15,9 @@ def check_hidden(
     attention_mask: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> None:
-    """hidden_states `[B, T, hidden_size]`, a mask `[B, at least T]`, and not both a mask and `cu_seqlens`."""
+    """hidden_states `[B, T, hidden_size]`, floating, a mask `[B, at least T]`, and not both a mask and `cu_seqlens`."""
     check_given(hidden_states=hidden_states)
+    check_floating(hidden_states=hidden_states)
     check_tensors(hidden_states=hidden_states, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
     if hidden_states.dim() != 3 or hidden_states.shape[2] != hidden_size:
         raise ValueError(f'hidden_states must be [B, T, {hidden_size}], got {list(hidden_states.shape)}')

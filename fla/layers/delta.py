@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fla.layers.cache import Cache, LayerState, check_cache, check_rows
+from fla.layers.cache import Cache, LayerState, check_cache, check_rows, check_state
 from fla.layers.checks import check_hidden
 from fla.layers.padding import Packing
-from fla.modules.checks import check_finite, check_sizes
+from fla.modules.checks import check_finite, check_int, check_sizes
 from fla.modules.convolution import ShortConvolution
 
 
@@ -51,6 +51,8 @@ class DeltaLayer(nn.Module):
         check_sizes(hidden_size=hidden_size, head_dim=head_dim, num_heads=num_heads, num_v_heads=self.num_v_heads)
         check_sizes(conv_size=conv_size)
         check_finite('expand_v', expand_v)
+        if layer_idx is not None:
+            check_int('layer_idx', layer_idx)
         if self.num_v_heads % num_heads:
             raise ValueError(f'num_v_heads must be a multiple of num_heads = {num_heads}, got {num_v_heads}')
         self.head_k_dim, self.head_v_dim = head_dim, int(head_dim * expand_v)
@@ -183,12 +185,20 @@ class DeltaLayer(nn.Module):
         if padding is not None:
             x = x.masked_fill(padding, 0.0)
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.use_short_conv else ()
+        if state is not None:
+            check_state(
+                state,
+                self.layer_idx,
+                x.device,
+                recurrent=[(self.num_v_heads, self.head_k_dim, self.head_v_dim)],
+                conv=[(y.shape[2], one.kernel_size[0]) for y, one in zip(projected, convolutions, strict=False)],
+            )
         conv: tuple[Any, ...] | None = None
         if self.use_short_conv:
             before: tuple[torch.Tensor | None, ...] = (None, None, None)
             if state is not None and state.conv is not None:
                 before = state.conv if packing is None else tuple(packing.states(past) for past in state.conv)
-            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             results = [
                 _convolved(convolution, y, past, state is not None, cu_seqlens, padding)
                 for convolution, y, past in zip(convolutions, projected, before, strict=True)
@@ -203,6 +213,8 @@ class DeltaLayer(nn.Module):
             gate = gate.masked_fill(padding if gate.dim() == 3 else padding[..., None], -math.inf)
 
         initial = None if state is None else state.recurrent
+        if initial is not None and initial.dtype != v.dtype:
+            initial = initial.float()  # float64 of a layer that was made narrower since
         if packing is not None:
             initial = packing.states(initial)
         recurrence = type(self).fused_recurrent if decoding or self.mode == 'fused_recurrent' else type(self).chunk

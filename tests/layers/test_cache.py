@@ -34,6 +34,35 @@ def test_rows_change_places(name):
         assert error(layer(torch.cat([x[[2, 2, 0, 0]], more], 1))[0][:, 6:], o) < bound(name)
 
 
+@pytest.mark.parametrize(
+    ('rows', 'kind', 'message'),
+    [
+        ([1, 0], TypeError, "'beam_idx' must be a tensor, got list"),
+        (None, TypeError, "'beam_idx' must be a tensor, got None"),
+        (torch.tensor([True, False]), TypeError, 'beam_idx must be int32 or int64, got torch.bool'),
+        (torch.tensor([[1, 0]]), ValueError, r'beam_idx must be \[M\], got shape \[1, 2\]'),
+        (torch.tensor([0, 2]), ValueError, r'beam_idx must be in \[0, 2\), the number of sequences, got 0 to 2'),
+        (torch.tensor([-1]), ValueError, r'beam_idx must be in \[0, 2\), the number of sequences, got -1 to -1'),
+    ],
+)
+def test_rows_that_are_none(rows, kind, message):
+    layer = make('gdn')
+    cache = layer(hidden(2, 3), use_cache=True)[2]
+    with pytest.raises(kind, match=message):
+        cache.reorder_cache(rows)
+    with pytest.raises(kind, match=message.replace('beam_idx', 'indices')):
+        cache.batch_select_indices(rows)
+
+
+@pytest.mark.parametrize(
+    ('repeats', 'kind', 'message'),
+    [(-1, ValueError, 'repeats must be at least 0, got -1'), (1.0, TypeError, 'repeats must be an int, got float')],
+)
+def test_bad_repeats(repeats, kind, message):
+    with pytest.raises(kind, match=message):
+        Cache().batch_repeat_interleave(repeats)
+
+
 def test_an_empty_cache_has_no_rows_to_change():
     cache = Cache()
     cache[0].length = 3
@@ -106,6 +135,55 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(name, length):
             layer(hidden(3, length), past_key_values=cache)
     assert cache.get_seq_length() == 6
     assert all(torch.equal(old, new) for old, new in zip(tensors(before), tensors(cache), strict=True))
+
+
+@pytest.mark.parametrize(
+    ('name', 'options', 'other', 'message'),
+    [
+        ('gdn', {}, 'attn', r'past_key_values\[0\].recurrent is of another layer, with sizes .* and not there: each layer'),
+        ('attn', {}, 'gdn', r'past_key_values\[0\].keys_values is of another layer'),
+        ('attn', {}, 'attn window', r'keys_values is of another layer, with sizes .* and not \[\[3, 4\], \[3, 4\]\]'),
+        # q and k would have taken their steps before v could not
+        (
+            'gdn',
+            {'expand_v': 1},
+            'gdn',
+            r'recurrent is of another layer, with sizes \[\[4, 4, 4\]\] and not \[\[4, 4, 8\]\]',
+        ),
+        ('gdn', {'conv_size': 3}, 'gdn', r'conv is of another layer, with sizes \[\[8, 3\], \[8, 3\], \[32, 3\]\]'),
+        ('kda', {}, 'gdn', 'recurrent is of another layer'),
+        ('kda', {'use_short_conv': True}, 'gdn plain', 'is of another layer'),
+    ],
+)
+@pytest.mark.parametrize('length', [1, 2])
+def test_the_cache_of_another_layer(name, options, other, message, length):
+    with torch.no_grad():
+        cache = make(name, **options)(hidden(2, 6), use_cache=True)[2]
+        before = copy.deepcopy(cache)
+        with pytest.raises(ValueError, match=message):
+            make(other)(hidden(2, length), past_key_values=cache)
+    assert cache.get_seq_length() == 6
+    assert all(torch.equal(old, new) for old, new in zip(tensors(before), tensors(cache), strict=True))
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_the_cache_of_another_device(name):
+    cache = make(name)(hidden(2, 6), use_cache=True)[2]
+    with pytest.raises(ValueError, match='past_key_values is on cpu and hidden_states on meta'):
+        make(name).to('meta')(hidden(2, 1).to('meta'), past_key_values=cache)
+
+
+@pytest.mark.parametrize('length', [1, 3])
+@pytest.mark.parametrize('name', LAYERS)
+def test_a_layer_narrower_than_float64_goes_on_from_its_cache(name, length):
+    x, more = hidden(2, 6), hidden(2, length, seed=2)
+    expected = make(name)(torch.cat([x, more], 1))[0][:, 6:]
+    with torch.no_grad():
+        layer = make(name)
+        cache = layer(x, use_cache=True)[2]
+        o = layer.float()(more.float(), past_key_values=cache)[0]
+    assert o.dtype == torch.float32
+    assert error(expected, o) < bounds.of_layer(torch.float32)
 
 
 @pytest.mark.parametrize('name', LAYERS)
