@@ -17,6 +17,7 @@ MAX_HEAD_DIM = 256
 
 
 def _shape(name: str, tensor: torch.Tensor, wanted: Sequence[int | torch.SymInt], meaning: str) -> None:
+    check_dense(name, tensor)
     if tensor.dim() != len(wanted) or any(have != want for have, want in zip(tensor.shape, wanted, strict=True)):
         raise ValueError(f'{name} must be {meaning} = {list(wanted)}, got {list(tensor.shape)}')
 
@@ -49,6 +50,7 @@ def are_plain(
             and value_heads % heads == 0
             and 0 < dim <= MAX_HEAD_DIM
             and 0 < value_dim <= MAX_HEAD_DIM
+            and q.layout is k.layout is v.layout is g.layout is beta.layout is torch.strided
             and dtype in FLOATS
             and k.dtype is dtype
             and v.dtype is dtype
@@ -60,7 +62,7 @@ def are_plain(
             and beta.device == device
             and (initial_state is None or _is_plain_state(initial_state, q, v, batch, state_v_first))
         )
-    except (AttributeError, ValueError, TypeError):
+    except (AttributeError, ValueError, TypeError, RuntimeError):  # the last of nested tensors, which have no shape
         return False
 
 
@@ -68,13 +70,20 @@ def _is_plain_state(
     state: torch.Tensor, q: torch.Tensor, v: torch.Tensor, count: int | torch.SymInt, state_v_first: bool
 ) -> bool:
     dims = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
-    return state.shape == (count, v.shape[2], *dims) and state.dtype in (torch.float32, q.dtype) and state.device == q.device
+    dense = state.layout is torch.strided and state.shape == (count, v.shape[2], *dims)
+    return dense and state.dtype in (torch.float32, q.dtype) and state.device == q.device
+
+
+def is_number(value: object) -> bool:
+    """One that PyTorch computes with, NumPy's among them: no bool, and no fraction."""
+    if isinstance(value, (bool, numbers.Rational)):
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt))
 
 
 def check_scale(scale: object) -> None:
     """A number, or None for 1 / sqrt(K)."""
-    known = isinstance(scale, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(scale, bool)
-    if scale is not None and not known:
+    if scale is not None and not is_number(scale):
         raise TypeError(f'scale must be a number or None, got {type(scale).__name__}')
 
 
@@ -88,7 +97,14 @@ def check_given(**tensors: torch.Tensor | None) -> None:
 
 def check_dense(name: str, tensor: object) -> None:
     """A tensor has strides, which all kernels read by."""
-    if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
+    if not isinstance(tensor, torch.Tensor):
+        return
+    if tensor.is_nested:
+        raise TypeError(
+            f'argument {name!r} must be a dense tensor, got a nested one: pack sequences along time, or pad them, as '
+            f'{name}.to_padded_tensor does'
+        )
+    if tensor.layout is not torch.strided:
         raise TypeError(
             f'argument {name!r} must be a dense tensor, got one of layout {tensor.layout}: pass {name}.to_dense()'
         )
@@ -238,6 +254,21 @@ def check_gate_parameters(
         check_companion('dt_bias', dt_bias, q)
 
 
+def check_plain_gates(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    use_gate_in_kernel: bool,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    *,
+    per_channel: bool,
+) -> None:
+    """What is left to check of a call whose tensors `are_plain`: raw gates, as in a decode step of a layer."""
+    if use_gate_in_kernel or A_log is not None or dt_bias is not None:
+        check_tensors(q=q, A_log=A_log, dt_bias=dt_bias)
+        check_gate_parameters(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=per_channel)
+
+
 def check_lower_bound(safe_gate: bool, use_gate_in_kernel: bool, lower_bound: float | None) -> None:
     """`safe_gate` promises g ≥ −5 a step: with raw gates that needs `lower_bound` in [−5, 0)."""
     if lower_bound is not None and not isinstance(lower_bound, (int, float)):
@@ -291,6 +322,7 @@ __all__ = [
     'check_log_gate',
     'check_lower_bound',
     'check_per_token',
+    'check_plain_gates',
     'check_qkv',
     'check_scale',
     'check_state',

@@ -13,6 +13,7 @@ from fla.ops.common.checks import (
     check_given,
     check_log_gate,
     check_per_token,
+    check_plain_gates,
     check_qkv,
     check_scale,
     check_state,
@@ -39,16 +40,14 @@ def check_chunk(
     check_values: bool,
 ) -> None:
     """See `chunk_gated_delta_rule`."""
-    plain = cu_seqlens is cu_seqlens_cpu is chunk_indices is A_log is dt_bias is None
-    plain = plain and cp_context is None and chunk_size is None
+    plain = cu_seqlens is cu_seqlens_cpu is chunk_indices is None and cp_context is None and chunk_size is None
     if (
         plain
         and (scale is None or type(scale) is float)
-        and not use_gate_in_kernel
         and not check_values
         and are_plain(q, k, v, g, beta, initial_state, state_v_first, False)
     ):
-        return
+        return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=False)
     check_scale(scale)
     check_given(q=q, k=k, v=v, g=g, beta=beta)
     check_tensors(
@@ -83,17 +82,16 @@ def check_fused_recurrent(
     check_values: bool,
 ) -> None:
     """See `fused_recurrent_gated_delta_rule`."""
-    plain = gk is gv is cu_seqlens is A_log is dt_bias is None
+    plain = gk is gv is cu_seqlens is None
     if (
         plain
         and (scale is None or type(scale) is float)
         and g is not None
         and beta is not None
-        and not use_gate_in_kernel
         and not check_values
         and are_plain(q, k, v, g, beta, initial_state, state_v_first, False)
     ):
-        return
+        return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=False)
     check_scale(scale)
     check_given(q=q, k=k, v=v)
     check_tensors(

@@ -14,6 +14,7 @@ from fla.ops.common.checks import (
     check_log_gate,
     check_lower_bound,
     check_per_token,
+    check_plain_gates,
     check_qkv,
     check_scale,
     check_state,
@@ -42,15 +43,14 @@ def check_chunk(
     check_values: bool,
 ) -> None:
     """See `chunk_kda`."""
-    plain = cu_seqlens is cu_seqlens_cpu is A_log is dt_bias is None
-    plain = plain and cp_context is None and lower_bound is None and chunk_size is None
+    plain = cu_seqlens is cu_seqlens_cpu is None and cp_context is None and lower_bound is None and chunk_size is None
     plain = plain and (scale is None or type(scale) is float)
     if (
         plain
-        and not (use_gate_in_kernel or return_intermediate_states or check_values)
+        and not ((safe_gate and use_gate_in_kernel) or return_intermediate_states or check_values)
         and are_plain(q, k, v, g, beta, initial_state, state_v_first, True)
     ):
-        return
+        return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=True)
     check_scale(scale)
     _check(q, k, v, g, beta, initial_state, use_gate_in_kernel, lower_bound, A_log, dt_bias, cu_seqlens)
     check_lower_bound(safe_gate, use_gate_in_kernel, lower_bound)
@@ -80,15 +80,9 @@ def check_fused_recurrent(
     check_values: bool,
 ) -> None:
     """See `fused_recurrent_kda`."""
-    plain = cu_seqlens is A_log is dt_bias is None and lower_bound is None
-    plain = plain and (scale is None or type(scale) is float)
-    if (
-        plain
-        and not use_gate_in_kernel
-        and not check_values
-        and are_plain(q, k, v, g, beta, initial_state, state_v_first, True)
-    ):
-        return
+    plain = cu_seqlens is None and lower_bound is None and (scale is None or type(scale) is float)
+    if plain and not check_values and are_plain(q, k, v, g, beta, initial_state, state_v_first, True):
+        return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=True)
     check_scale(scale)
     _check(q, k, v, g, beta, initial_state, use_gate_in_kernel, lower_bound, A_log, dt_bias, cu_seqlens)
     check_lower_bound(False, use_gate_in_kernel, lower_bound)
