@@ -9,14 +9,13 @@ find that nothing is.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fla.ops.backends import check_tensors
-from fla.ops.common.checks import FLOATS, check_dense, check_given
+from fla.ops.common.checks import FLOATS, check_dense, check_given, is_number
 from fla.ops.common.reference import autocast_is_on
 from fla.ops.common.triton_call import require_triton
 
@@ -26,7 +25,7 @@ SILU = ('silu', 'swish')
 def is_plain(tensor: Any) -> bool:
     """A dense tensor of float16, bfloat16, float32 or float64."""
     try:
-        return tensor.dtype in FLOATS and tensor.layout is torch.strided
+        return tensor.dtype in FLOATS and tensor.layout is torch.strided and not tensor.is_nested
     except AttributeError:
         return False
 
@@ -36,7 +35,7 @@ def fits(tensor: Any, shape: Sequence[int | torch.SymInt], device: torch.device)
     try:
         dense = tensor.layout is torch.strided
         return dense and tensor.shape == shape and tensor.dtype in FLOATS and tensor.device == device
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # the last of nested tensors, which have no shape
         return False
 
 
@@ -80,8 +79,7 @@ def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
 
 def check_finite(name: str, value: Any) -> None:
     """A number that is neither infinite nor NaN."""
-    known = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)
-    if not known:
+    if not is_number(value):
         raise TypeError(f'{name} must be a number, got {type(value).__name__}')
     if not -math.inf < value < math.inf:
         raise ValueError(f'{name} must be finite, got {value}')

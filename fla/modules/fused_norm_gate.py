@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fla.modules.checks import SILU, check_choice, check_eps, check_floating, check_shape, fits, require
-from fla.modules.layernorm import check_norm, fit, norm_on_triton
+from fla.modules.layernorm import check_hidden_size, check_norm, fit, norm_on_triton
 from fla.ops.backends import dispatch
 from fla.ops.common.checks import check_given
 
@@ -81,7 +81,7 @@ class FusedRMSNormGated(nn.Module):
         device, dtype: of the weight.
 
     Raises:
-        ValueError: for an unknown activation.
+        TypeError, ValueError: for a size that is no whole number, or an unknown activation.
     """
 
     weight: nn.Parameter | None
@@ -97,6 +97,7 @@ class FusedRMSNormGated(nn.Module):
     ) -> None:
         super().__init__()
         check_choice('activation', activation, ACTIVATIONS)
+        check_hidden_size(hidden_size)
         check_eps(eps)
         self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
         self.eps, self.activation = eps, activation

@@ -187,6 +187,13 @@ def _normalized(name: str, kind: str, x: torch.Tensor, *arguments: Any) -> torch
     return normalize(kind, x, *arguments)  # type: ignore[no-any-return]
 
 
+def check_hidden_size(hidden_size: int) -> None:
+    """Of a row, which may have no elements."""
+    check_int('hidden_size', hidden_size)
+    if hidden_size < 0:
+        raise ValueError(f'hidden_size must be at least 0, got {hidden_size}')
+
+
 class _Affine(nn.Module):
     """A weight and a bias `[hidden_size]`, each maybe None."""
 
@@ -205,6 +212,7 @@ class _Affine(nn.Module):
         super().__init__()
         if bias and not elementwise_affine:
             raise ValueError('bias=True needs elementwise_affine=True')
+        check_hidden_size(hidden_size)
         check_eps(eps)
         self.hidden_size, self.elementwise_affine, self.eps = hidden_size, elementwise_affine, eps
         weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
@@ -280,7 +288,7 @@ class GroupNorm(_Affine):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: if num_groups does not divide hidden_size.
+        TypeError, ValueError: for sizes that are no whole numbers, or a num_groups that does not divide hidden_size.
     """
 
     def __init__(
@@ -294,6 +302,7 @@ class GroupNorm(_Affine):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_hidden_size(hidden_size)
         check_groups(num_groups, hidden_size)
         super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
         self.num_groups, self.is_rms_norm = num_groups, is_rms_norm

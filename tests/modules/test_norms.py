@@ -1,6 +1,7 @@
 """l2norm, rms_norm, layer_norm, group_norm, rms_norm_gated and their classes."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -204,6 +205,16 @@ def test_classes():
         (lambda x: rms_norm_gated(x, x.to('meta'), None), ValueError, "'g' is on meta"),
         (lambda x: l2norm(x, eps=math.nan), ValueError, 'eps must be finite, got nan'),
         (lambda x: group_norm(x, None, num_groups=True), TypeError, 'num_groups must be an int, got bool'),
+        (lambda x: rms_norm(x, None, eps=Fraction(1, 9)), TypeError, 'eps must be a number, got Fraction'),
+        *(
+            (lambda x, kind=kind, size=size: kind(size), error, message)
+            for kind in (RMSNorm, LayerNorm, FusedRMSNormGated, lambda size: GroupNorm(1, size))
+            for size, error, message in (
+                (-1, ValueError, 'hidden_size must be at least 0, got -1'),
+                ([8], TypeError, 'hidden_size must be an int, got list'),
+                (8.0, TypeError, 'hidden_size must be an int, got float'),
+            )
+        ),
         (lambda x: RMSNorm(4, eps='0'), TypeError, 'eps must be a number, got str'),
         (lambda x: FusedRMSNormGated(4, eps=-1.0), ValueError, 'eps must be at least 0, got -1.0'),
         (lambda x: rms_norm_gated(x, x, None, activation='relu'), ValueError, "activation must be one of .* got 'relu'"),

@@ -1,5 +1,6 @@
 """The Triton kernels of the norms under the interpreter, and compiled for GPUs that are not here."""
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -45,6 +46,15 @@ def long_rows(monkeypatch):
 @every_kind
 def test_float32(kind, extras):
     check(kind, given(kind, (2, 5, 100), extras=extras))
+
+
+@interpreted
+def test_eps_of_numpy():
+    x, eps = torch.randn(3, 8), np.float32(1e-3)
+    with trace() as recorded:
+        y = rms_norm(x, None, eps=eps)
+    assert recorded.last_backend('modules.rms_norm') == 'default'
+    assert torch.equal(y, rms_norm(x, None, eps=float(eps)))
 
 
 @interpreted

@@ -182,22 +182,29 @@ SPARSE = {  # what `CALLS` leave out
 }
 
 
+def nested(x):
+    """Of PyTorch's first layout, which says that it is strided and has no sizes."""
+    return torch.nested.nested_tensor(list(x.detach()))
+
+
 @pytest.mark.interpreted
+@pytest.mark.parametrize('made', [torch.Tensor.to_sparse, nested])
 @pytest.mark.parametrize('name', SPARSE)
-def test_sparse_tensors_are_named(name):
+def test_sparse_and_nested_tensors_are_named(name, made):
     for backend in ('default', 'reference'):
         with use_backend(backend, op='modules'), pytest.raises(TypeError, match=f"'{name}' must be a dense tensor, got"):
-            SPARSE[name](lambda x: x.to_sparse())
+            SPARSE[name](made)
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize('made', [torch.Tensor.to_sparse, nested])
 @pytest.mark.parametrize('name', CALLS)
-def test_what_is_required_is_dense(name):
+def test_what_is_required_is_dense(name, made):
     module, function = name.split('.')
     call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
     for required in REQUIRED[name].split():
         bound = inspect.signature(call).bind(*CALLS[name](torch.randn(2, 8, 6)))
-        bound.arguments[required] = bound.arguments[required].detach().to_sparse()
+        bound.arguments[required] = made(bound.arguments[required].detach())
         for backend in ('default', 'reference'):
             with (
                 use_backend(backend, op='modules'),

@@ -188,6 +188,10 @@ BAD = {
     **{f'{n} is narrow': (at(n, torch.Tensor.bfloat16), TypeError, n) for n in TENSORS},
     **{f'{n} is wide': (at(n, torch.Tensor.double), TypeError, 'q|k|v|g|beta|initial_state') for n in TENSORS},
     **{f'{n} is sparse': (at(n, torch.Tensor.to_sparse), TypeError, f"'{n}' must be a dense tensor") for n in TENSORS},
+    **{
+        f'{n} is nested': (at(n, lambda x: torch.nested.nested_tensor(list(x))), TypeError, f"'{n}' must be a dense tensor")
+        for n in TENSORS
+    },
     **{f'{n} is a list': (at(n, torch.Tensor.tolist), TypeError, n) for n in TENSORS},
     **{f'{n} is an array': (at(n, torch.Tensor.numpy), TypeError, n) for n in TENSORS},
     'k is wider than q': (grow('k', 3), ValueError, 'k must be shaped like q'),

@@ -209,7 +209,7 @@ def normalize(
     activation = 'swish' if activation == 'silu' else activation
     # Gradients of one dtype are the same numbers. Eager autograd takes one tensor for both, an operator must return two.
     shares = residual is not None and residual.dtype == x.dtype and runs_as_it_is(x, residual, g, weight, bias)
-    flags = (kind, eps, activation, num_groups)
+    flags = (kind, float(eps), activation, num_groups)  # Triton takes no number of NumPy's
     if not prenorm:
         return _norm(x, residual, g, weight, bias, *flags, dtype or x.dtype, shares)
     if residual is not None:

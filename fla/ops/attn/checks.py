@@ -13,6 +13,7 @@ from fla.ops.common.checks import (
     check_chunk_indices,
     check_companion,
     check_cu_seqlens,
+    check_dense,
     check_given,
     check_log_gate,
     check_scale,
@@ -43,7 +44,7 @@ def _are_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
             and heads % groups == 0
             and kept >= length
         )
-    except (AttributeError, ValueError):
+    except (AttributeError, ValueError, RuntimeError):  # the last of nested tensors, which have no shape
         return False
 
 
@@ -91,6 +92,8 @@ def check_parallel(
     check_cu_seqlens(q, cu_seqlens, None, check_values)
     check_window(window_size)
     check_chunk_indices(chunk_indices)
+    check_dense('g', g)
+    check_dense('sink_bias', sink_bias)
     if g is not None:
         if g.shape != q.shape[:3]:
             raise ValueError(f'g must be [B, T, HQ] = {list(q.shape[:3])}, got {list(g.shape)}')

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from fractions import Fraction
 
 import pytest
 import torch
@@ -436,6 +437,15 @@ def test_the_second_derivatives_of_pytorch_s_attention_are_refused():
         ({'g': torch.zeros(2, 24, 4).double().to_sparse()}, TypeError, "'g' must be a dense tensor"),
         ({'sink_bias': torch.zeros(4).double().to_sparse()}, TypeError, "'sink_bias' must be a dense tensor"),
         ({'cu_seqlens': CU.to_sparse()}, TypeError, "'cu_seqlens' must be a dense tensor"),
+        *(
+            (
+                {name: torch.nested.nested_tensor([torch.zeros(24, 4)])},
+                TypeError,
+                f"'{name}' must be a dense tensor, got a nested",
+            )
+            for name in ('q', 'k', 'v', 'g', 'sink_bias', 'cu_seqlens', 'chunk_indices')
+        ),
+        ({'scale': Fraction(1, 2)}, TypeError, 'scale must be a number or None, got Fraction'),
         ({'cu_seqlens': [0, 24]}, TypeError, "'cu_seqlens' must be a tensor, got list"),
         (
             {'q': torch.zeros(2, 1, 4, 8).double(), 'cu_seqlens': CU},

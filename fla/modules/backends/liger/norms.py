@@ -119,7 +119,7 @@ class LigerNorms:
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y: torch.Tensor = _rms_norm(x, weight, eps)
+        y: torch.Tensor = _rms_norm(x, weight, float(eps))
         return (y, wide(x) if residual_in_fp32 else x) if prenorm else y
 
     def layer_norm_verifier(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Verdict:
@@ -136,7 +136,7 @@ class LigerNorms:
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y: torch.Tensor = _layer_norm(x, weight, bias, eps)
+        y: torch.Tensor = _layer_norm(x, weight, bias, float(eps))
         return (y, wide(x) if residual_in_fp32 else x) if prenorm else y
 
 
