@@ -10,7 +10,7 @@ import torch
 
 from fla.ops.common.checks import readable
 from fla.ops.common.gates import wide
-from fla.ops.common.reference import without_autocast
+from fla.ops.common.reference import outside_autocast
 
 # A decay that leaves nothing of a key, -inf among them, of which there are no differences.
 STRONGEST = -1e5
@@ -77,18 +77,31 @@ def naive_parallel_attn(
         sink = None if sink_bias is None else wide(sink_bias)  # its gradient, of all sequences, is rounded once
         attention = functools.partial(naive_parallel_attn, scale=scale, window_size=window_size, sink_bias=sink)
         return one_by_one(attention, lengths, q, k, v, g)
-    groups = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    with without_autocast(q.device):
-        queries = wide(q).transpose(1, 2) * scale
-        keys, values = (wide(x).transpose(1, 2).repeat_interleave(groups, 1) for x in (k, v))
-        scores = queries @ keys.transpose(-1, -2)
-        if g is not None:
-            scores = scores + decays(g).to(scores.dtype)
-        scores = scores.masked_fill(~visible(q, k, window_size, cu_seqlens), -torch.inf)
-        if sink_bias is None:
-            weights = scores.softmax(-1)
-        else:
-            sink = wide(sink_bias)[:, None, None].expand(*scores.shape[:-1], 1)
-            weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-        return (weights @ values).transpose(1, 2).to(v.dtype).contiguous()
+    formula = functools.partial(_of_formula, scale, window_size, cu_seqlens)
+    return outside_autocast(formula, (q, k, v, g, sink_bias))[0]
+
+
+def _of_formula(
+    scale: float,
+    window_size: int | None,
+    cu_seqlens: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    sink_bias: torch.Tensor | None,
+) -> tuple[torch.Tensor]:
+    groups = q.shape[2] // k.shape[2]
+    queries = wide(q).transpose(1, 2) * scale
+    keys, values = (wide(x).transpose(1, 2).repeat_interleave(groups, 1) for x in (k, v))
+    scores = queries @ keys.transpose(-1, -2)
+    if g is not None:
+        scores = scores + decays(g).to(scores.dtype)
+    scores = scores.masked_fill(~visible(q, k, window_size, cu_seqlens), -torch.inf)
+    if sink_bias is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = wide(sink_bias)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    return ((weights @ values).transpose(1, 2).to(v.dtype).contiguous(),)

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from fla.ops.common.gates import wide
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tensors = TypeVar('Tensors', bound=tuple[torch.Tensor, ...])
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def _has_autocast(device_type: str) -> bool:
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _outside_autocast(run: Callable[..., Triple], tensors: tuple[torch.Tensor | None, ...]) -> Triple:
+def outside_autocast(run: Callable[..., Tensors], tensors: tuple[torch.Tensor | None, ...]) -> Tensors:
     """`run(*tensors)` in float32, forward and backward."""
     first = next(x for x in tensors if x is not None)
     if not autocast_is_on(first.device.type):
@@ -67,7 +68,7 @@ def _outside_autocast(run: Callable[..., Triple], tensors: tuple[torch.Tensor | 
         differentiates = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         if not differentiates or torch.compiler.is_compiling() or in_func_transform():
             return run(*tensors)
-        result: Triple = _WithoutAutocast.apply(run, *tensors)  # type: ignore[no-untyped-call]
+        result: Tensors = _WithoutAutocast.apply(run, *tensors)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -76,7 +77,7 @@ class _WithoutAutocast(torch.autograd.Function):
     narrow otherwise. Runs the function again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Triple], *tensors: torch.Tensor | None) -> Triple:
+    def forward(ctx: Any, run: Callable[..., Tensors], *tensors: torch.Tensor | None) -> Tensors:
         ctx.run = run
         ctx.save_for_backward(*tensors)
         return run(*tensors)
@@ -158,7 +159,7 @@ def delta_rule(
             return _packed(q, k, v, g, beta, state, cu_seqlens, chunk_size)
         return _equal(q, k, v, g, beta, state, chunk_size)
 
-    o, final, before = _outside_autocast(run, tensors)
+    o, final, before = outside_autocast(run, tensors)
     if state_v_first:
         final, before = final.transpose(-1, -2), before.transpose(-1, -2)
     return Result(o.transpose(1, 2).to(dtype).contiguous(), final.contiguous(), before.contiguous() if states else None)
@@ -203,7 +204,7 @@ def _decode(
         after = torch.baddbmm(state, k.transpose(1, 2), update)
         return torch.bmm(q * scale, after), after, after
 
-    o, final, _ = _outside_autocast(run, (q, k, v, g, beta, initial_state))
+    o, final, _ = outside_autocast(run, (q, k, v, g, beta, initial_state))
     final = final.view(batch, value_heads, dim, value_dim)
     if state_v_first:
         final = final.transpose(-1, -2).contiguous()

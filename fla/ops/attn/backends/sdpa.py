@@ -14,7 +14,7 @@ from torch.backends import cuda
 from fla.ops.attn.backends.scale import above_zero
 from fla.ops.attn.naive import lengths_of, one_by_one, visible
 from fla.ops.backends import BaseBackend, Verdict
-from fla.ops.common.reference import without_autocast
+from fla.ops.common.reference import outside_autocast, without_autocast
 
 
 class SDPABackend(BaseBackend):
@@ -84,17 +84,17 @@ class SDPABackend(BaseBackend):
             causal = True
         elif window_size is not None or cu_seqlens is not None or q.shape[1] != 1:
             seen = visible(q, k, window_size, cu_seqlens)
+        attend = partial(_attend, attn_mask=seen, is_causal=causal, scale=scale, enable_gqa=grouped)
+        if not q.is_cuda and q.shape[3] != v.shape[3]:
+            # of PyTorch's `math`, the backward is products too
+            return outside_autocast(attend, (q, k, v))[0]
         with without_autocast(q.device):
-            o = F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                attn_mask=seen,
-                is_causal=causal,
-                scale=scale,
-                enable_gqa=grouped,
-            )
-        return o.transpose(1, 2).contiguous()
+            return attend(q, k, v)[0]
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor]:
+    o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+    return (o.transpose(1, 2).contiguous(),)
 
 
 def notes_of(q: Any, k: Any, v: Any, window_size: int | None, cu_seqlens: torch.Tensor | None) -> Sequence[str]:
