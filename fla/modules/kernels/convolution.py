@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fla.ops.common.kernels.layout import sequence_of
-from fla.ops.common.triton_call import in_rows, on_device_of
+from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
 
 # Measured on an H200 with bfloat16 and W = 4.
 STEPS, CHANNELS = 16, 128  # of a tile of the forward
@@ -656,6 +656,7 @@ def launch_forward(
     (batch, length, D), W = x.shape, weight.shape[1]
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     x, residual = in_rows(x), None if residual is None else in_rows(residual)
+    weight, bias, initial_state = as_stored(weight), as_stored(bias), as_stored(initial_state)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     y = torch.empty((batch, length, D), dtype=x.dtype, device=x.device)
     final = None
@@ -696,6 +697,7 @@ def launch_backward(
     (batch, length, D), W = x.shape, weight.shape[1]
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     x, dy = in_rows(x), in_rows(dy)
+    weight, bias, initial_state, dfinal = (as_stored(one) for one in (weight, bias, initial_state, dfinal))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     dx = torch.empty((batch, length, D), dtype=x.dtype, device=x.device)
     dstate = None
@@ -739,6 +741,7 @@ def launch_update(
     D, W = x.shape[-1], weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, residual = in_rows(x), None if residual is None else in_rows(residual)
+    weight, bias, stored = as_stored(weight), as_stored(bias), as_stored(cache)
     block = min(triton.next_power_of_2(max(D, 1)), 256)
     count = cache.shape[0]
     programs = count * -(-D // block)
@@ -747,7 +750,7 @@ def launch_update(
             _update[(programs,)](
                 *(
                     x,
-                    cache,
+                    stored,
                     residual,
                     weight,
                     bias,
@@ -757,10 +760,12 @@ def launch_update(
                     _step_stride(x),
                     0 if residual is None else _step_stride(residual),
                 ),
-                *(*cache.stride(), *weight.stride(), *_strides(bias, 1)),
+                *(*stored.stride(), *weight.stride(), *_strides(bias, 1)),
                 *(W, silu, bias is not None, residual is not None, block),
                 num_warps=2,
             )
+    if stored is not cache:
+        cache.copy_(stored)
     return y
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.kernels.layout import sequence_of
-from fla.ops.common.triton_call import DEVICES, on_device_of
+from fla.ops.common.triton_call import DEVICES, as_stored, on_device_of
 
 
 @triton.jit
@@ -129,6 +129,8 @@ def _launch(
     rest = 0 if y is x else D - 2 * half
     if x.numel() == 0 or half == rest == 0:
         return y
+    if y is not x:
+        x = as_stored(x)
     cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (cos, sin))
     offsets, cu_seqlens = (None if one is None else one.contiguous() for one in (offsets, cu_seqlens))
     count = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -187,7 +189,10 @@ def _in_place(
     offset: int,
     interleaved: bool,
 ) -> None:
-    _launch(x, x, cos, sin, offsets, cu_seqlens, offset, interleaved, False)
+    stored = as_stored(x)
+    _launch(stored, stored, cos, sin, offsets, cu_seqlens, offset, interleaved, False)
+    if stored is not x:
+        x.copy_(stored)
 
 
 _REST = 'Tensor cos, Tensor sin, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, bool interleaved'

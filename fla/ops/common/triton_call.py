@@ -47,6 +47,12 @@ def in_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def as_stored(x: torch.Tensor | None) -> Any:
+    """For kernels that read any strides: x, or a copy where its memory holds the other sign and PyTorch has taken a note of
+    that, as of imaginary parts of conjugates. Those are not side by side."""
+    return x if x is None or x.is_contiguous() else x.resolve_neg()
+
+
 def flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """A list of numbers (A_log, dt_bias, sink_bias, cu_seqlens), of any shape and strides, as the kernels read it."""
     return None if tensor is None else tensor.reshape(-1).contiguous()

@@ -15,7 +15,7 @@ from fla.ops.attn.kernels.forward import forward
 from fla.ops.common.compile_ahead import compiled_together, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import layout_of
-from fla.ops.common.triton_call import in_rows
+from fla.ops.common.triton_call import as_stored, in_rows
 from fla.utils.devices import capability_of, shared_memory_of
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -53,7 +53,7 @@ def attention_forward(
     Returns:
         o `[B, T, HQ, V]` in v's dtype and lse `[B, HQ, T]`, the logarithm of the normaliser in base 2, both contiguous.
     """
-    q, k, v = _near(q), _near(k), _near(v)
+    q, k, v, g = _near(q), _near(k), _near(v), as_stored(g)
     batch, length, heads, _ = q.shape
     window = min(window, k.shape[1])
     o = v.new_empty((batch, length, heads, v.shape[3]))
@@ -91,7 +91,7 @@ def attention_backward(
     do: torch.Tensor,
 ) -> Gradients:
     """The gradients of q, k, v, g and sink_bias, contiguous, from the arguments and results of `attention_forward`."""
-    q, k, v = _near(q), _near(k), _near(v)
+    q, k, v, g = _near(q), _near(k), _near(v), as_stored(g)
     batch, length, heads, dim = q.shape
     kept, groups = k.shape[1:3]
     window = min(window, kept)
