@@ -33,6 +33,12 @@ class LayerState:
         """All that there are."""
         return [x for x in (self.recurrent, *(self.conv or ()), *(self.keys_values or ())) if x is not None]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
+        """Copies that stay in the graph, where there is one: PyTorch's own are of leaves alone."""
+        copied = LayerState(self.recurrent, self.conv, self.keys_values, self.length)
+        copied.replace(torch.clone)
+        return copied
+
     def replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put `change` of each tensor in its place."""
         if self.recurrent is not None:

@@ -34,6 +34,21 @@ def test_rows_change_places(name):
         assert error(layer(torch.cat([x[[2, 2, 0, 0]], more], 1))[0][:, 6:], o) < bound(name)
 
 
+@pytest.mark.parametrize('name', LAYERS)
+def test_a_copy_goes_on_in_the_same_graph(name):
+    """Two ways to go on from one beginning, each with the gradient of its whole."""
+    layer, x, ends = make(name), hidden(2, 6).requires_grad_(), (hidden(2, 1, seed=2), hidden(2, 1, seed=3))
+    cache = layer(x, use_cache=True)[2]
+    for end, one in zip(ends, (copy.deepcopy(cache), cache), strict=True):
+        o = layer(end, past_key_values=one)[0]
+        expected = layer(torch.cat([x, end], 1))[0][:, 6:]
+        assert error(expected, o) < bound(name)
+        weights = hidden(2, 1, seed=4)
+        (got,) = torch.autograd.grad((o * weights).sum(), x, retain_graph=True)
+        (wanted,) = torch.autograd.grad((expected * weights).sum(), x)
+        assert error(wanted, got) < bounds.of_gradient(bound(name))
+
+
 @pytest.mark.parametrize(
     ('rows', 'kind', 'message'),
     [
