@@ -258,15 +258,8 @@ class ShortConvolution(nn.Conv1d):
         Raises:
             TypeError, ValueError: for arguments that do not fit.
         """
-        if mask is not None or not is_plain(x) or len(x.shape) != 3 or not (cache is None or is_plain(cache)):
-            check_given(x=x)
-            check_tensors(x=x, mask=mask, cache=cache, cu_seqlens=cu_seqlens)
-            if x.dim() != 3:
-                raise ValueError(f'x must be [B, T, D], got shape {list(x.shape)}')
+        self._check(x, mask, cache, cu_seqlens)
         if mask is not None:
-            if cu_seqlens is not None:
-                raise ValueError('mask is for padded batches and cu_seqlens for packed ones: pass one of them')
-            check_shape('mask', mask, x.shape[:2], '[B, T]')
             x = x.masked_fill(mask[..., None] == 0, 0.0)
         weight = self.weight.squeeze(1)
         # Packed sequences of one step each cannot be told from a prefill without reading lengths from the device, and what
@@ -275,6 +268,25 @@ class ShortConvolution(nn.Conv1d):
             y, cache = causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation)
             return y, cache if output_final_state else None
         return causal_conv1d(x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens)
+
+    def _check(
+        self, x: torch.Tensor, mask: torch.Tensor | None, cache: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+    ) -> None:
+        """What the functions would refuse by another name, or would be asked for too late."""
+        channels, width = self.hidden_size, self.kernel_size[0]
+        usual = mask is cu_seqlens is None and is_plain(x) and len(x.shape) == 3 and x.shape[2] == channels
+        if usual and (cache is None or fits(cache, (x.shape[0], channels, width), x.device)):
+            return
+        check_given(x=x)
+        check_tensors(x=x, mask=mask, cache=cache, cu_seqlens=cu_seqlens)
+        if x.dim() != 3 or x.shape[2] != channels:
+            raise ValueError(f'x must be [B, T, D] with D = {channels}, got shape {list(x.shape)}')
+        if mask is not None and cu_seqlens is not None:
+            raise ValueError('mask is for padded batches and cu_seqlens for packed ones: pass one of them')
+        check_shape('mask', mask, x.shape[:2], '[B, T]')
+        if cache is not None:
+            check_floating(cache=cache)
+            check_shape('cache', cache, (check_cu_seqlens(x, cu_seqlens), channels, width), '[N, D, W]')
 
     def extra_repr(self) -> str:
         return f'{self.hidden_size}, kernel_size={self.kernel_size[0]}, activation={self.activation}'

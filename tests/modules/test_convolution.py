@@ -310,7 +310,28 @@ def test_a_cache_made_in_inference_mode():
         (lambda x, w: ShortConvolution(3, 4)(x, mask=[1]), TypeError, "'mask' must be a tensor, got list"),
         (lambda x, w: ShortConvolution(3, 4)(x, cache=[1]), TypeError, "'cache' must be a tensor, got list"),
         (lambda x, w: ShortConvolution(3, 4)([1]), TypeError, "'x' must be a tensor, got list"),
-        (lambda x, w: ShortConvolution(3, 4)(x[0, 0]), ValueError, r'x must be \[B, T, D\], got shape \[3\]'),
+        (lambda x, w: ShortConvolution(3, 4)(x[0, 0]), ValueError, r'x must be \[B, T, D\] with D = 3, got shape \[3\]'),
+        (lambda x, w: ShortConvolution(2, 4)(x), ValueError, r'x must be \[B, T, D\] with D = 2, got shape \[2, 5, 3\]'),
+        *(
+            (
+                lambda x, w, T=T, change=change: ShortConvolution(3, 4)(x[:, :T], cache=change(x.new_ones(2, 3, 4))),
+                kind,
+                message,
+            )
+            for T in (1, 5)
+            for change, kind, message in (
+                (lambda cache: cache.to('meta'), ValueError, "'cache' is on meta and 'x' on cpu"),
+                (lambda cache: cache[:1], ValueError, r'cache must be \[N, D, W\] = \[2, 3, 4\], got \[1, 3, 4\]'),
+                (lambda cache: cache[..., 1:], ValueError, r'cache must be \[N, D, W\] = \[2, 3, 4\], got \[2, 3, 3\]'),
+                (lambda cache: cache.int(), TypeError, 'cache must be float16'),
+                (lambda cache: cache.to_sparse(), TypeError, "'cache' must be a dense tensor"),
+            )
+        ),
+        (
+            lambda x, w: ShortConvolution(3, 4)(x[:1], cache=w[None], cu_seqlens=torch.tensor([0, 2, 5])),
+            ValueError,
+            r'cache must be \[N, D, W\] = \[2, 3, 4\], got \[1, 3, 4\]',
+        ),
         (lambda x, w: ShortConvolution(3, 4, backend='cudnn'), ValueError, 'backend must be one of'),
         (lambda x, w: ShortConvolution(3, 4)(x, mask=x), ValueError, r'mask must be \[B, T\]'),
         (
