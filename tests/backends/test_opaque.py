@@ -401,6 +401,66 @@ def test_vmap_loops(how):
 
 
 @pytest.mark.parametrize('how', HOW)
+@pytest.mark.parametrize('final', [False, True])
+@pytest.mark.parametrize('dims', [(0, 0), (2, None), (None, 1)], ids=str)
+def test_vmap_of_results_that_may_be_none(how, final, dims):
+    q, h0 = torch.randn(5, 3), torch.randn(3)
+    many = tuple(
+        x if dim is None else torch.randn(4, *x.shape).movedim(0, dim) for x, dim in zip((q, h0), dims, strict=True)
+    )
+
+    def run(function):
+        given = torch.vmap(lambda q, h0: [y for y in function(q, h0, 0.5, 5, final) if y is not None], dims)
+        return compiled_or_not(given, how)(*many)
+
+    found, expected = run(scan), run(scan_oracle)
+    assert len(found) == 1 + final
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_vmap_of_no_samples():
+    o, ht = torch.vmap(lambda q: scan(q, None, 0.5, 5, True))(torch.randn(0, 5, 3))
+    assert (o.shape, ht.shape) == ((0, 5, 3), (0, 3))
+
+
+def test_vmap_around_vmap():
+    q, h0 = torch.randn(2, 3, 5, 3), torch.randn(3, 3)
+    inner = torch.vmap(lambda q, h0: scan(q, h0, 0.5, 5, True))
+    each = torch.vmap(torch.vmap(lambda q, h0: scan_oracle(q, h0, 0.5, 5, True)), (0, None))
+    torch.testing.assert_close(torch.vmap(inner, (0, None))(q, h0), each(q, h0))
+
+
+def test_vmap_of_a_kernel_that_writes():
+    x, cache = torch.randn(4, 3), torch.randn(3, 4)
+    expected = cache + x.t()
+    o = torch.vmap(append, (0, 1))(x, cache)
+    torch.testing.assert_close(cache, expected)
+    torch.testing.assert_close(o, 2 * expected.t())
+    with pytest.raises(RuntimeError, match=r"writes into 'cache', which under .* is one for all samples"):
+        torch.vmap(append, (0, None))(x, cache[:, 0].contiguous())
+
+
+@pytest.mark.parametrize('h0', [False, True])
+def test_gradients_of_many_samples(h0):
+    q, state = inputs(h0=h0)
+    leaves = [q, state] if h0 else [q]
+    do, dht = torch.randn(4, 5, 3), torch.randn(4, 3)
+    found = []
+    for function in (scan, scan_oracle):
+        o, ht = function(q, state, 0.5, 5, True)
+
+        def gradient(do, dht, o=o, ht=ht):
+            return torch.autograd.grad((o, ht), leaves, (do, dht), retain_graph=True)
+
+        found.append(torch.vmap(gradient)(do, dht))
+        many = torch.vmap(torch.vmap(gradient), (0, None))(torch.stack([do, do]), dht)
+        for one, two in zip(many, found[-1], strict=True):
+            torch.testing.assert_close(one, torch.stack([two, two]))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize('how', HOW)
 @pytest.mark.parametrize('transform', ['grad', 'jvp', 'jacrev', 'jacfwd'])
 @pytest.mark.parametrize('kernel', ['scan', 'triple'])
 def test_functional_derivatives_are_refused(how, transform, kernel):

@@ -464,6 +464,25 @@ def test_exported():
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize('reduction', ['mean', 'none'])
+def test_linear_in_vmap(reduction):
+    """Of few rows, which go round the operator, and their gradients for many gradients of the loss."""
+    x, target, weight, bias = torch.randn(3, 5, 6), torch.tensor([1, 0, -100, 3, 2]), torch.randn(4, 6), torch.randn(4)
+
+    def losses(x):
+        return fused_linear_cross_entropy_loss(x, target, weight, bias, reduction=reduction)
+
+    with served_by('default'):
+        torch.testing.assert_close(torch.vmap(losses)(x), torch.stack([losses(one) for one in x]))
+        one = x[0].clone().requires_grad_()
+        loss = losses(one)
+    given = torch.randn(3, *loss.shape)
+    (found,) = torch.vmap(lambda dloss: torch.autograd.grad(loss, one, dloss, retain_graph=True))(given)
+    expected = [torch.autograd.grad(loss, one, dloss, retain_graph=True)[0] for dloss in given]
+    assert torch.equal(found, torch.stack(expected))
+
+
+@pytest.mark.interpreted
 @served_by('default')
 def test_once_only(logits_are):
     logits, target = torch.randn(4, 10, requires_grad=True), targets(4, 10)

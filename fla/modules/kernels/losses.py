@@ -10,7 +10,7 @@ from torch import distributed
 
 from fla.modules.checks import require, under_autocast
 from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, reduced, scaled
-from fla.ops.backends.opaque import opaque, runs_as_it_is
+from fla.ops.backends.opaque import in_a_loop, opaque, runs_as_it_is
 from fla.ops.common.reference import without_autocast
 from fla.ops.common.triton_call import DEVICES, in_rows
 
@@ -251,6 +251,7 @@ class _OneChunk(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @in_a_loop
     def backward(ctx: Any, dloss: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(

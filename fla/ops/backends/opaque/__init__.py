@@ -22,8 +22,9 @@ from collections.abc import Sequence
 from fla.ops.backends.opaque.declaration import Kernel, declare
 from fla.ops.backends.opaque.entry import OpaqueKernel, entry_point, runs_as_it_is
 from fla.ops.backends.opaque.operators import define_operators
+from fla.ops.backends.opaque.vmap import in_a_loop
 
-__all__ = ['OpaqueKernel', 'opaque', 'runs_as_it_is']
+__all__ = ['OpaqueKernel', 'in_a_loop', 'opaque', 'runs_as_it_is']
 
 
 def opaque(
@@ -87,8 +88,9 @@ def opaque(
         The function to call. With one visible result it returns that, with several a tuple, with none None.
 
     Defining a name again with the same schema (a module reloaded, a notebook cell run twice) replaces the kernels.
-    Autocast neither casts the inputs nor is switched off inside the kernels. `torch.vmap` runs the kernel in a loop, with
-    PyTorch's warning. `torch.jit.trace` is not supported: it records the numbers of one run.
+    Autocast neither casts the inputs nor is switched off inside the kernels. `torch.vmap` runs the kernel, and a backward
+    inside it, in a loop; the older vmap of `is_grads_batched=True` is not supported. `torch.jit.trace` is not supported: it
+    records the numbers of one run.
 
     Raises:
         TypeError, ValueError: here, for a declaration that does not hold together; says which argument and what to do.

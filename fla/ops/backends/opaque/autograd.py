@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fla.ops.backends.opaque.declaration import Declaration, Kernel
+from fla.ops.backends.opaque.vmap import in_a_loop
 
 
 def autograd_function(declaration: Declaration, forward: Kernel, backward: Kernel, *, operator: bool) -> Any:
@@ -16,7 +17,7 @@ def autograd_function(declaration: Declaration, forward: Kernel, backward: Kerne
     base = declaration.name.partition('::')[2]
     source = _function_source(declaration, operator)
     filename = f'<opaque {declaration.name} {"operator" if operator else "raw"} autograd>'
-    generated = generate(filename, source, {'_forward': forward, '_backward': backward})
+    generated = generate(filename, source, {'_forward': forward, '_backward': in_a_loop(backward)})
     body = {
         'forward': staticmethod(generated['forward']),
         'backward': staticmethod(_once(declaration.name, generated['backward'])),

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from fla.ops.backends.opaque.autograd import autograd_function, refuse_grad, refuse_tangents
 from fla.ops.backends.opaque.declaration import Declaration, Kernel
+from fla.ops.backends.opaque.vmap import register_loop
 
 
 @dataclass
@@ -88,7 +89,11 @@ def _new_operators(declaration: Declaration, origin: str) -> Operators:
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, strides))
         torch.library.impl(f'{namespace}::{name}', declaration.devices, run, lib=library)
         torch.library.register_fake(f'{namespace}::{name}', fake, lib=library)
-        return getattr(getattr(torch.ops, namespace), name).default
+        op = getattr(getattr(torch.ops, namespace), name).default
+        inputs = list(declaration.inputs)
+        # a backward writes into nothing
+        register_loop(library, op, [(inputs.index(one), one) for one in declaration.mutated])
+        return op
 
     try:
         operators.op = define(base, declaration.schema, run, fake)
