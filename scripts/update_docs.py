@@ -166,20 +166,21 @@ def attention(results: list[Result]) -> str:
 
 
 def _attention(result: Result) -> str:
-    """A row where forward and backward both were refused is left out; what is chosen is marked."""
+    """A row where forward and backward both were refused is left out; what is chosen is said."""
     versions = result['versions']
     stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
     rows = []
     for row in result['rows']:
         if {'forward_ms', 'both_ms'} & row.keys():
             ratios = [f'{row[key]:.2f}' if key in row else '' for key in ('forward_over_torch', 'both_over_torch')]
-            backend = f'**{row["backend"]}**' if row['chosen'] else row['backend']
+            backend = f'{row["backend"]}, chosen' if row['chosen'] else row['backend']
             rows.append([row['case'], ', '.join(map(str, row['shape'])), backend, *_times(row), *ratios])
     head = ['', 'B, T, S, HQ, H, K, V', 'backend', 'forward ms', 'with backward ms', 'peak MiB', 'largest error']
     return (
         f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
-        f"{versions['triton']}. `torch` is PyTorch's attention called directly, the last columns are times over its; what "
-        f'`parallel_attn` chooses is in bold.{stopped}{_note(result)}\n\n' + table([*head, 'forward', 'with backward'], rows)
+        f"{versions['triton']}. `torch` is PyTorch's attention called directly, the last columns are times over its; "
+        f'`chosen` stands beside what `parallel_attn` takes.{stopped}{_note(result)}\n\n'
+        + table([*head, 'forward', 'with backward'], rows)
     )
 
 
@@ -216,7 +217,7 @@ def _bandwidth(row: Result, name: str) -> list[str]:
         return ['refused', '', '']
     ms = row[f'{name}_ms']
     moved = [f'{row[f"{name}_gbs"]:.0f}', f'{row[f"{name}_copy_ms"] / ms:.0%}'] if f'{name}_gbs' in row else ['', '']
-    return [f'{ms:.3f}', *moved]
+    return [f'{ms:.3f}' if ms >= 0.1 else f'{ms:.4f}', *moved]
 
 
 def _times(row: Result) -> list[str]:

@@ -89,6 +89,32 @@ def test_times_of_modules(update_docs, tmp_path):
     assert 'stopped before its end' in text
 
 
+def test_times_of_attention(update_docs, tmp_path):
+    """Beside who serves stands that it was chosen, in words: the table would escape marks."""
+    page = tmp_path / 'page.md'
+    page.write_text('<!-- generated: attention -->\n<!-- end -->\n', encoding='utf-8')
+    row = {'case': 'packed', 'shape': [1, 8, 8, 2, 2, 4, 4]}
+    times = {'forward_ms': 0.5, 'both_ms': 1.25, 'both_peak_mib': 7.6, 'errors': {'o': 1e-3, 'dq': 2.5e-3}}
+    result = {
+        'benchmark': 'attention',
+        'card': 'a GPU',
+        'cores': 16,
+        'versions': {'torch': '2.11', 'triton': '3.6.0', 'python': '3.12'},
+        'command': 'python benchmarks/attention.py',
+        'complete': True,
+        'rows': [
+            {**row, **times, 'backend': 'torch', 'chosen': False, 'forward_over_torch': 1.0, 'both_over_torch': 1.0},
+            {**row, **times, 'backend': 'default', 'chosen': True, 'forward_over_torch': 0.5, 'both_over_torch': 0.25},
+            {**row, 'backend': 'tilelang', 'chosen': False, 'forward_refused': 'no', 'both_refused': 'no'},
+        ],
+    }
+    (tmp_path / 'attention.json').write_text(json.dumps(result), encoding='utf-8')
+    text = update_docs.updated(page, results=tmp_path)
+    assert '| packed | 1, 8, 8, 2, 2, 4, 4 | torch | 0.500 | 1.250 | 8 | 2.5e-03 | 1.00 | 1.00 |' in text
+    assert '| packed | 1, 8, 8, 2, 2, 4, 4 | default, chosen | 0.500 | 1.250 | 8 | 2.5e-03 | 0.50 | 0.25 |' in text
+    assert 'tilelang' not in text
+
+
 def test_times_of_qwen3_next(update_docs, tmp_path):
     """Who serves, eager and in a graph; what was refused is said, also by a process that ended."""
     page = tmp_path / 'page.md'

@@ -18,14 +18,16 @@ class AttentionTileLang(BaseBackend):
     normaliser. bfloat16 or float16, K = V of 64 or 128, packed sequences, a window, more keys than queries; no decays, no
     sinks. q, k and v are copied where they are not contiguous.
 
-    On an H200 its results are as right as the default's; no card has measured it yet, so that it is off unless asked for.
+    On an H200 its results are as right as the default's. Its forward took 5 to 16 % longer there than the default's (a
+    single step 61 %), but for a window of 512, where it took 7 % less; with the backward up to 3 % longer (9 %), and 1 %
+    less. So it is off unless asked for.
     """
 
     backend_type = 'tilelang'
     kind = 'native'
     package_name = 'tilelang'
     package_version = '>=0.1.15,<0.2'
-    env_var = 'FLA_TILELANG_ATTN'  # its own, so that what asks for the measured kernels does not get this one
+    env_var = 'FLA_TILELANG_ATTN'  # its own, so that what asks for the delta rules' kernels does not get this one
     default_enable = False
     verified = True
     priority = 8
