@@ -7,12 +7,16 @@ import json
 import os
 import platform
 import shlex
+import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _ROOT = Path(__file__).resolve().parents[1]
+# what is one for all parts of a run
+_SAME = ('benchmark', 'card', 'versions', 'cores', 'command')
 
 
 def said(error: Exception) -> str:
@@ -34,6 +38,10 @@ def machine(dry: bool = False) -> dict[str, Any]:
         'versions': {'torch': torch.__version__, 'triton': version, 'python': platform.python_version()},
         'cores': os.cpu_count(),
     }
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec='seconds')
 
 
 def command(benchmark: str, options: argparse.Namespace, *names: str) -> str:
@@ -67,6 +75,28 @@ class ResultFile:
         print(json.dumps(row), flush=True)
         self._write()
 
+    def go_on(self) -> None:
+        """Begin with the rows of a run that was stopped. What it said of itself alone stays under `earlier`: when it began,
+        how quick a copy was, a note, and how many rows it has.
+
+        Exits if there is none, if it is complete, or had another card, other packages, cores or another command.
+        """
+        if self.path is None or not self.path.exists():
+            sys.exit('--continue goes on with the run in --json, and there is no such file')
+        found = json.loads(self.path.read_text())
+        if found.get('complete', True):
+            sys.exit(f'{self.path.name} is complete: there is nothing to go on with')
+        for name in _SAME:
+            if found.get(name) != self.known.get(name):
+                here, there = self.known.get(name), found.get(name)
+                sys.exit(f'{name}: {here} here, {there} in {self.path.name}, and one file is one run')
+        earlier = found.get('earlier', [])
+        own = {name: one for name, one in found.items() if name not in (*_SAME, 'complete', 'earlier', 'rows')}
+        counted = len(found['rows']) - sum(part['rows'] for part in earlier)
+        self.rows += found['rows']
+        self.known['earlier'] = [*earlier, {**own, 'rows': counted}]
+        self.known['rows'] = self.known.pop('rows')  # behind it
+
     def complete(self) -> None:
         """That was the last row."""
         self.known['complete'] = True
@@ -75,4 +105,7 @@ class ResultFile:
     def _write(self) -> None:
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.known, indent=1) + '\n')
+            # a run may be stopped while it writes, too
+            beside = self.path.with_name(f'{self.path.name}.part')
+            beside.write_text(json.dumps(self.known, indent=1) + '\n')
+            beside.replace(self.path)

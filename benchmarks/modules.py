@@ -10,9 +10,10 @@ the call. Beside each time stands the error of the same backend against float64,
 Inputs are normal numbers in bfloat16.
 
 FLA runs in a process of its own, because its import name is `fla` too: put the folder that its distribution was unpacked
-into after --fla. The result is written after each row, so that a run may be stopped; torch.compile and FLA's own tuning take
-most of its time, so for a limit of minutes name two or three modules after --only. --dry tries everything on a CPU, at sizes
-that mean nothing.
+into after --fla. The result is written after each row, so that a run may be stopped, and the same command with --continue
+goes on with it, on such a card with the same packages. When each part began, and how quick a copy was, is kept; a row that
+was refused is not tried again. FLA's own tuning takes most of the time. --dry tries everything on a CPU, at sizes that mean
+nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from _fla_process import FLA, fla_rows
 from _gpu import gpu_ms, peak_mib, wall_ms
 from _module_cases import MODULES, Module, Tensors, first, inputs, relative, with_gradients
-from _results import ResultFile, command, machine, said
+from _results import ResultFile, command, machine, now, said
 
 # of this package, by name of a backend; a package by itself, where its backend refuses; plain PyTorch; the same compiled
 OURS = ('default', 'reference', 'liger')
@@ -167,12 +168,15 @@ def measured(module: Module, backend: str, shape: tuple[int, ...], clock: Clock)
     return row
 
 
-def rows(backends: list[str], names: list[str], sizes: list[str], clock: Clock) -> Iterator[dict[str, Any]]:
+def rows(
+    backends: list[str], names: list[str], sizes: list[str], clock: Clock, done: set[tuple[str, str, str]]
+) -> Iterator[dict[str, Any]]:
+    """All but those that are done."""
     for name in names:
         for size in sizes:
             shape = MODULES[name].sizes['dry' if clock.dry else size]
             for backend in backends:
-                if backend == LIGER and MODULES[name].liger is None:
+                if (name, size, backend) in done or (backend == LIGER and MODULES[name].liger is None):
                     continue
                 key = {'module': name, 'size': size, 'shape': shape, 'axes': MODULES[name].axes, 'backend': backend}
                 try:
@@ -184,9 +188,14 @@ def rows(backends: list[str], names: list[str], sizes: list[str], clock: Clock) 
                 clock.tidy()
 
 
+def keys(known: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
+    return {(row['module'], row['size'], row['backend']) for row in known}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--json', type=Path, help='write the results there, after each row')
+    parser.add_argument('--continue', dest='go_on', action='store_true', help='go on with the stopped run in --json')
     parser.add_argument('--fla', type=Path, help='folder of an unpacked fla-core: measure it as well')
     parser.add_argument('--only', choices=MODULES, action='append', help='only this module')
     parser.add_argument('--size', choices=SIZES, action='append', help='only this size')
@@ -200,7 +209,9 @@ def main(arguments: list[str] | None = None) -> None:
     clock = Clock(options.dry)
     names, sizes = options.only or list(MODULES), options.size or list(SIZES)
     if options.lines:
-        for row in rows([FLA], names, sizes, clock):
+        # its rows alone, of which the file has those that are done
+        known = json.loads(options.json.read_text())['rows'] if options.go_on else []
+        for row in rows([FLA], names, sizes, clock, keys(known)):
             print(json.dumps(row), flush=True)
         return
     results = ResultFile(
@@ -208,15 +219,19 @@ def main(arguments: list[str] | None = None) -> None:
         'modules',
         **machine(options.dry),
         command=command('modules', options, 'only', 'size', 'backend'),
+        began=now(),
         copy_gbs=clock.copy_gbs,
     )
+    if options.go_on:
+        results.go_on()
     wanted = options.backend or list(BACKENDS)
-    for row in rows([one for one in wanted if one != FLA], names, sizes, clock):
+    for row in rows([one for one in wanted if one != FLA], names, sizes, clock, keys(results.rows)):
         results.add(row)
     if options.fla and FLA in wanted:
         clock.tidy()
         again = [*(['--dry'] if options.dry else []), *(f'--only={name}' for name in options.only or ())]
         again += [f'--size={size}' for size in options.size or ()]
+        again += ['--continue', f'--json={options.json}'] if options.go_on else []
         for row in fla_rows(__file__, again, options.fla):
             results.add(row)
     results.complete()

@@ -43,6 +43,46 @@ def test_a_file_is_whole_after_each_row(results, tmp_path, capsys):
     results.ResultFile(None, 'x').add({'a': 3})
 
 
+def test_a_run_goes_on(results, tmp_path):
+    """Each part says what it alone knows, also the third; then there is nothing to go on with."""
+    path = tmp_path / 'x.json'
+    about = {'card': 'a GPU', 'command': 'python x.py'}
+    first = results.ResultFile(path, 'x', **about, began='1', note='stopped')
+    first.add({'a': 1})
+    first.add({'a': 2})
+    second = results.ResultFile(path, 'x', **about, began='2')
+    second.go_on()
+    second.add({'a': 3})
+    third = results.ResultFile(path, 'x', **about, began='3')
+    third.go_on()
+    assert third.rows == [{'a': 1}, {'a': 2}, {'a': 3}]
+    third.complete()
+    assert json.loads(path.read_text()) == {
+        'benchmark': 'x',
+        **about,
+        'began': '3',
+        'earlier': [{'began': '1', 'note': 'stopped', 'rows': 2}, {'began': '2', 'rows': 1}],
+        'complete': True,
+        'rows': [{'a': 1}, {'a': 2}, {'a': 3}],
+    }
+    with pytest.raises(SystemExit, match=r'x\.json is complete'):
+        results.ResultFile(path, 'x', **about).go_on()
+
+
+@pytest.mark.parametrize('name', ['benchmark', 'card', 'versions', 'cores', 'command'])
+def test_a_run_goes_on_as_it_began(results, tmp_path, name):
+    path = tmp_path / 'x.json'
+    about = {'benchmark': 'x', 'card': 'a', 'versions': {'torch': '2'}, 'cores': 2, 'command': 'c'}
+    results.ResultFile(path, **about).add({'a': 1})
+    before = path.read_text()
+    with pytest.raises(SystemExit, match=f'{name}: other here'):
+        results.ResultFile(path, **{**about, name: 'other'}).go_on()
+    assert path.read_text() == before
+    for nothing in (None, tmp_path / 'y.json'):
+        with pytest.raises(SystemExit, match='no such file'):
+            results.ResultFile(nothing, **about).go_on()
+
+
 def test_the_machine(results):
     found = results.machine(dry=True)
     assert found['card'] == 'CPU'

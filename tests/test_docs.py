@@ -87,6 +87,11 @@ def test_times_of_modules(update_docs, tmp_path):
     assert '| `swiglu` | 4, 8 | flashinfer | 0.500 | 2800 | 92% | refused |  |  | 2.5e-03 |' in text
     assert 'liger' not in text
     assert 'stopped before its end' in text
+    assert 'parts' not in text
+    result['earlier'] = [{'copy_gbs': 2900.4, 'rows': 1}, {'copy_gbs': 2800.0, 'rows': 1}]
+    (tmp_path / 'modules.json').write_text(json.dumps(result), encoding='utf-8')
+    text = update_docs.updated(page, results=tmp_path)
+    assert 'in 3 parts; in those before the last the copy ran at 2900, 2800 GB/s. The run was stopped before' in text
 
 
 def test_times_of_attention(update_docs, tmp_path):

@@ -59,6 +59,29 @@ def test_filters_and_refusals(tmp_path):
     assert lines.count('\n') == 5
 
 
+def test_a_stopped_run_goes_on(tmp_path):
+    """With what is missing alone, in this process and in FLA's, to the file of a run that was not stopped."""
+    path = tmp_path / 'folder' / 'modules.json'
+    options = ['--dry', '--fla', markdown.ROOT, '--only=l2norm', '--only=swiglu', '--size=small']
+    options += [f'--backend={one}' for one in ('torch', 'reference', 'flash-linear-attention')]
+    whole, _ = run(tmp_path, *options)
+    key = lambda row: (row['module'], row['size'], row['backend'])  # noqa: E731
+    for stop in (1, 5):
+        path.write_text(json.dumps({**whole, 'complete': False, 'note': 'stopped', 'rows': whole['rows'][:stop]}))
+        result, lines = run(tmp_path, *options, '--continue')
+        assert lines.count('\n') == len(whole['rows']) - stop
+        assert result['complete']
+        assert [*map(key, result['rows'])] == [*map(key, whole['rows'])]
+        assert result['rows'][:stop] == whole['rows'][:stop]
+        assert result['earlier'] == [
+            {'began': whole['began'], 'copy_gbs': whole['copy_gbs'], 'note': 'stopped', 'rows': stop},
+        ]
+        assert 'note' not in result
+    done = subprocess.run([sys.executable, SCRIPT, '--json', path, *options, '--continue'], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert 'modules.json is complete' in done.stderr
+
+
 def test_without_a_gpu():
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env={'CUDA_VISIBLE_DEVICES': ''})
     assert done.returncode == 0
