@@ -146,9 +146,7 @@ def _modules(result: Result) -> str:
     stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
     if parts := result.get('earlier'):
         rates = ', '.join(f'{part["copy_gbs"]:.0f}' for part in parts)
-        stopped = (
-            f' It was made in {len(parts) + 1} parts; in those before the last the copy ran at {rates} GB/s.{stopped}'
-        )
+        stopped = f' It was made in {len(parts) + 1} parts; in those before the last the copy ran at {rates} GB/s.{stopped}'
     both = ['forward ms', 'GB/s', 'of a copy', 'with backward ms', 'GB/s', 'of a copy']
     rows = []
     for row in result['rows']:
