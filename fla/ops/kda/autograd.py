@@ -23,7 +23,7 @@ _FLAGS = (
     'float scale, bool output_final_state, bool l2norm, bool gate, float? lower_bound, bool sigmoid, bool double, '
     'bool v_first, bool keep, bool states'
 )
-_KEPT = ('G', 'far', 'attend', 'lower', 'inverse', 'w', 'kg', 'qg', 'h', 'v_new')
+_KEPT = ('G', 'far', 'attend', 'selves', 'lower', 'inverse', 'w', 'kg', 'qg', 'h', 'v_new')
 
 
 def _forward(
@@ -99,6 +99,7 @@ def _fake(
             q.new_empty((*token, dim), dtype=precisions.of_sums(q.dtype)),
             q.new_empty((rows, heads), dtype=torch.int32),
             q.new_empty((*token, SIZE)),
+            q.new_empty(token, dtype=torch.float32),
             q.new_empty((*token, SIZE), dtype=torch.float32),
             q.new_empty((*token, SIZE)),
             q.new_empty((*token, dim)),
@@ -133,6 +134,7 @@ def backward_with(within: Callable[..., Within]) -> Callable[..., Any]:
         G: torch.Tensor | None,
         far: torch.Tensor | None,
         attend: torch.Tensor | None,
+        selves: torch.Tensor | None,
         lower: torch.Tensor | None,
         inverse: torch.Tensor | None,
         w: torch.Tensor | None,
@@ -149,7 +151,7 @@ def backward_with(within: Callable[..., Within]) -> Callable[..., Any]:
         with on_device_of(q), sound_products(k, v, cu_seqlens is None):
             ends = flat(cu_seqlens)
             layout = layout_of(q.shape[0], q.shape[1], SIZE, ends)
-            kept = (G, far, attend, lower, inverse, w, kg, qg, h, v_new)
+            kept = (G, far, attend, selves, lower, inverse, w, kg, qg, h, v_new)
             saved = Saved(q, k, v, g, beta, flat(A_log), flat(dt_bias), state, ends, layout.table, layout.offsets, *kept)
             final = None if dfinal_state is None else dfinal_state.contiguous()
             gradients = chunk_backward(saved, settings, do.contiguous(), final, within=within)

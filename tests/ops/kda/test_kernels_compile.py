@@ -29,7 +29,8 @@ def test_compiles(request, capability, dtype, dim):
         o, final, saved, _ = chunk_forward(q, k, v, g, beta, settings, state, True, A_log, dt_bias)
         chunk_backward(saved, settings, o, final)
     print(*compiled, sep='\n')
-    backward = {'outputs_backward', 'states_backward', 'pairs_backward', 'channels_backward', 'heads_backward'}
+    backward = {'states_backward', 'pairs_backward', 'channels_backward', 'heads_backward'}
     assert backward <= {one.name for one in compiled}
     if dtype == BF16 and capability == (9, 0):
-        assert all(one.spilled <= 64 for one in compiled if one.name in backward)
+        # a float32 number or two a column, outside of the loops, of `states_backward` with the state V first
+        assert all(one.spilled <= 96 for one in compiled if one.name in backward)

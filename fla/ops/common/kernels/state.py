@@ -24,6 +24,7 @@ def states_forward(
     q,
     k,
     attend,
+    selves,
     w,
     u,
     G,
@@ -65,7 +66,8 @@ def states_forward(
 
     Args:
         q, k: `[B, T, H, K]` by strides; with PER_CHANNEL scale e^G q and e^{G_C - G} k `[B, T, HV, K]` contiguous instead.
-        attend: M `[B, T, HV, SIZE]`, contiguous. It and q are read with OUTPUTS.
+        attend, selves: M below and on its diagonal, `[B, T, HV, SIZE]` in k's dtype and float32 `[B, T, HV]`, contiguous.
+            They and q are read with OUTPUTS.
         w `[B, T, HV, K]`, u `[B, T, HV, V]`: contiguous, in k's dtype.
         G: running log decay, float32 or float64 `[B, T, HV]` or `[B, T, HV, K]`.
         rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`, read with NORMALISED.
@@ -99,6 +101,7 @@ def states_forward(
     if OUTPUTS:
         m_ptr = attend + (token * HV + hv) * SIZE
         o_ptr = o + (token * HV + hv) * V
+        s_ptr = selves + token * HV + hv
     else:
         n_ptr = v_new + (token * HV + hv) * V
         h_ptr = h + (row * HV + hv) * K * V + rk_[:, None] * V + cv[None, :]
@@ -140,7 +143,9 @@ def states_forward(
                 if NORMALISED:
                     grown *= tl.load(rq_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0)
                 out = tl.dot(Q, before, input_precision=PRECISION) * grown[:, None]
-            out += tl.dot(M, U.to(M.dtype), input_precision=PRECISION)
+            update = U.to(M.dtype)
+            out += tl.dot(M, update, input_precision=PRECISION)
+            out += tl.load(s_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0)[:, None] * update.to(tl.float32)
             tl.store(o_ptr + tile * V + cv[None, :], out.to(o.dtype.element_ty), mask=v_mask)
         else:
             tl.store(n_ptr + tile * V + cv[None, :], U.to(v_new.dtype.element_ty), mask=v_mask)

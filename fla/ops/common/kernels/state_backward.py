@@ -1,6 +1,6 @@
 """The recurrence of `state` in reverse: what comes back through the states, from the last chunk to the first.
 
-    dU' = (M^T dO) + K' dS;   dS <- decay dS + Q'^T dO - W^T dU'
+    dU' = M^T dO + K' dS;   dS <- decay dS + Q'^T dO - W^T dU'
 
 with Q' = scale e^G Q and K' = e^{G_C - G} K. One program owns a block of value columns of one head of one sequence and keeps
 the state's gradient in registers.
@@ -19,6 +19,8 @@ from fla.ops.common.kernels.layout import sequence_span
 def states_backward(
     q,
     k,
+    attend,
+    selves,
     w,
     do,
     G,
@@ -59,10 +61,11 @@ def states_backward(
     Args:
         q, k: `[B, T, H, K]` by strides; with PER_CHANNEL scale e^G q and e^{G_C - G} k `[B, T, HV, K]` contiguous instead
             (scale and the strides are not used then).
+        attend, selves: M below and on its diagonal, `[B, T, HV, SIZE]` in k's dtype and float32 `[B, T, HV]`, contiguous.
         w `[B, T, HV, K]`, do `[B, T, HV, V]`: contiguous, in k's dtype.
         G: running log decay, float32 or float64 `[B, T, HV]` or `[B, T, HV, K]`.
         rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`; None unless NORMALISED.
-        du: `[B, T, HV, V]` in k's dtype: M^T dO when called, the gradient of U' afterwards.
+        du: `[B, T, HV, V]` in k's dtype, written: the gradient of U'.
         dh: `[rows, HV, K, V]` in k's dtype, written: the gradient of the state after each chunk.
         d_final, d_initial: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`; read if HAS_FINAL, written if HAS_INITIAL.
     """
@@ -91,9 +94,12 @@ def states_backward(
     steps = tl.arange(0, SIZE)
     of_k = steps[:, None] * HV * K + rows[None, :]
     of_v = steps[:, None] * HV * V + cv[None, :]
+    of_m = steps[:, None] * HV * SIZE + steps[None, :]
     w_ptr = w + (token * HV + hv) * K
     do_ptr = do + (token * HV + hv) * V
     du_ptr = du + (token * HV + hv) * V
+    m_ptr = attend + (token * HV + hv) * SIZE
+    s_ptr = selves + token * HV + hv
     if PER_CHANNEL:
         q_ptr = q + (token * HV + hv) * K
         k_ptr = k + (token * HV + hv) * K
@@ -116,11 +122,13 @@ def states_backward(
         k_mask = inside[:, None] & (rows[None, :] < K)
         v_mask = inside[:, None] & (cv[None, :] < V)
         dO = tl.load(do_ptr + first * HV * V + of_v, mask=v_mask, other=0.0)
-        dU = tl.load(du_ptr + first * HV * V + of_v, mask=v_mask, other=0.0).to(tl.float32)
+        M = tl.load(m_ptr + first * HV * SIZE + of_m, mask=inside[:, None], other=0.0)
+        dU = tl.dot(tl.trans(M), dO, input_precision=PRECISION)
+        dU += tl.load(s_ptr + first * HV + steps * HV, mask=inside, other=0.0)[:, None] * dO.to(tl.float32)
         if PER_CHANNEL:
             keys = tl.load(k_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
             Q = tl.load(q_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
-            dU += tl.dot(keys, dS.to(keys.dtype), input_precision=PRECISION)
+            dU = tl.dot(keys, dS.to(keys.dtype), dU, input_precision=PRECISION)
             decay = exp32(tl.load(G_ptr + (first + count - 1) * HV * K + rows, mask=rows < K, other=0.0))
             dS = dS * decay[:, None]
         else:

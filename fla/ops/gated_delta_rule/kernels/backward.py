@@ -7,7 +7,7 @@ Per chunk, with X = (I + L)^-1, and D the gradient of the system's right-hand si
     D  = X^T dU';   dV = beta D;   dL = -tril(D U'^T, -1);   dM = tril(dO U'^T)
     dbeta_i = <D_i, (V - e^G K S)_i> + sum_j dL_ij L_ij / beta_i
 
-`recompute` repeats w and u of the forward and begins dU'; `states_forward` and `states_backward` (shared) give the states,
+`recompute` repeats w, u and M of the forward; `states_forward` and `states_backward` (shared) give the states,
 U', their gradients and dU'; `within` does what stays within a chunk, `through` what goes through the states; `finish_gates`
 and `finish_heads` sum over steps, channels and groups of heads. Nothing is added atomically.
 
@@ -22,6 +22,7 @@ import triton.language as tl
 
 from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
+from fla.ops.gated_delta_rule.kernels.forward import store_scores
 
 
 @triton.jit
@@ -37,14 +38,14 @@ def recompute(
     k,
     v,
     beta,
-    do,
     G,
     inverse,
     rq,
     rk,
+    attend,
+    selves,
     w,
     u,
-    du,
     cu_seqlens,
     table,
     scale,
@@ -74,8 +75,8 @@ def recompute(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written, contiguous: rq, rk float32 `[B, T, HV]` (NORMALISE); w `[B, T, HV, K]`, u and, of dU',
-    M^T dO as du `[B, T, HV, V]`, in k's dtype."""
+    """Grid (rows * HV,). Written, contiguous: rq and rk, float32 `[B, T, HV]` (NORMALISE), w `[B, T, HV, K]` and u
+    `[B, T, HV, V]` in k's dtype, and what `store_scores` writes."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -104,8 +105,8 @@ def recompute(
         tl.store(rq + one, q_norm, mask=inside)
     X = tl.load(inverse + token * SIZE + (own * SIZE + steps[None, :]), mask=inside[:, None], other=0.0).to(tl.float32)
     for_w = (X * (bt * exp32(Gc) * k_norm)[None, :]).to(w.dtype.element_ty)
-    for_u = (X * bt[None, :]).to(u.dtype.element_ty)
-    turned = tl.zeros([SIZE, SIZE], tl.float32)
+    for_u = tl.where(steps[:, None] > steps[None, :], X * bt[None, :], 0.0).to(u.dtype.element_ty)
+    scores = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
@@ -113,19 +114,15 @@ def recompute(
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
         W = tl.dot(for_w, keys, input_precision=PRECISION)
         tl.store(w + token * K + (own * K + cols[None, :]), W.to(w.dtype.element_ty), mask=mask)
-        turned += tl.dot(keys, tl.trans(Q), input_precision=PRECISION)
-    # M^T: rows are keys, columns queries that come no earlier
-    later = (steps[:, None] <= steps[None, :]) & inside[None, :]
-    turned *= exp32(tl.where(later, Gc[None, :] - Gc[:, None], 0.0)) * k_norm[:, None] * (q_norm * scale)[None, :]
-    turned = tl.where(later, turned, 0.0).to(du.dtype.element_ty)
+        scores += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
+    store_scores(scores, q_norm * scale, k_norm, Gc, steps, inside, attend, selves, token, HV, SIZE)
     for i in range(0, V, BV):
         cols = i + tl.arange(0, BV)
         mask = inside[:, None] & (cols[None, :] < V)
         at = token * V + (own * V + cols[None, :])
         values = tl.load(v_ptr + time * v_t + cols[None, :], mask=mask, other=0.0)
-        dO = tl.load(do + at, mask=mask, other=0.0)
-        tl.store(u + at, tl.dot(for_u, values, input_precision=PRECISION).to(u.dtype.element_ty), mask=mask)
-        tl.store(du + at, tl.dot(turned, dO, input_precision=PRECISION).to(du.dtype.element_ty), mask=mask)
+        U = tl.dot(for_u, values, input_precision=PRECISION) + bt[:, None] * values.to(tl.float32)
+        tl.store(u + at, U.to(u.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=['T'])

@@ -24,6 +24,20 @@ def gate_of(g, hv, A_log, dt_bias, GATE: tl.constexpr, HAS_BIAS: tl.constexpr):
     return tl.where(g < -1000.0, -1000.0, g)
 
 
+@triton.jit
+def store_scores(scores, q_factor, k_factor, Gc, steps, inside, attend, selves, token, HV: tl.constexpr, SIZE: tl.constexpr):
+    """Written, of the scores M = scale tril(q k^T e^{G - G'}): those of each step with the ones before it, `attend` in k's
+    dtype `[B, T, HV, SIZE]`, and with itself, `selves` in float32 `[B, T, HV]`. The latter are most of the outputs, and
+    rounding them would change those more than all the rest does."""
+    i, j = steps[:, None], steps[None, :]
+    own = steps.to(tl.int64) * HV
+    scores *= q_factor[:, None] * k_factor[None, :]
+    tl.store(selves + token + own, tl.sum(tl.where(i == j, scores, 0.0), 1), mask=inside)
+    M = tl.where(i > j, scores * exp32(tl.where(i > j, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
+    at = token * SIZE + own[:, None] * SIZE + j
+    tl.store(attend + at, M.to(attend.dtype.element_ty), mask=inside[:, None])
+
+
 @triton.jit(do_not_specialize=['T'])
 def prepare(
     q,
@@ -37,6 +51,7 @@ def prepare(
     rq,
     rk,
     attend,
+    selves,
     inverse,
     w,
     u,
@@ -77,8 +92,7 @@ def prepare(
     INVERSE_PRECISION: tl.constexpr,
 ):
     """Grid (rows * HV,). Written: G, wide, and rk, float32, `[B, T, HV]`; inverse `[B, T, HV, SIZE]`, w `[B, T, HV, K]`,
-    u `[B, T, HV, V]` in k's dtype, with (I + L)^-1 as `inverse`; with ATTEND also rq and, in k's dtype, the scores
-    `attend` = scale tril(q k^T e^{G - G'}) `[B, T, HV, SIZE]`."""
+    u `[B, T, HV, V]` in k's dtype, with (I + L)^-1 as `inverse`; with ATTEND also rq and what `store_scores` writes."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -124,8 +138,7 @@ def prepare(
             q_norm = inverse_norm(q_ptr, q_t, steps[:, None].to(tl.int64), inside, K, BK)
             tl.store(rq + token + own, q_norm, mask=inside)
             factor *= q_norm
-        M = tl.where(steps[:, None] >= steps[None, :], for_q * decay * (factor[:, None] * norm[None, :]), 0.0)
-        tl.store(attend + square, M.to(attend.dtype.element_ty), mask=inside[:, None])
+        store_scores(for_q, factor, norm, Gc, steps, inside, attend, selves, token, HV, SIZE)
     X = unit_lower_inverse(tl.where(strict, scores * decay * bt[:, None], 0.0), INVERSE_PRECISION)
     tl.store(inverse + square, X.to(inverse.dtype.element_ty), mask=inside[:, None])
     for_w = (X * (bt * exp32(Gc) * norm)[None, :]).to(w.dtype.element_ty)
@@ -135,12 +148,13 @@ def prepare(
         keys = tl.load(k_ptr + steps[:, None].to(tl.int64) * k_t + cols[None, :], mask=mask, other=0.0)
         W = tl.dot(for_w, keys, input_precision=PRECISION)
         tl.store(w + token * K + own[:, None] * K + cols[None, :], W.to(w.dtype.element_ty), mask=mask)
-    for_u = (X * bt[None, :]).to(u.dtype.element_ty)
+    # the diagonal is beta, most of u, which rounding would change more than all the rest does
+    for_u = tl.where(strict, X * bt[None, :], 0.0).to(u.dtype.element_ty)
     for i in range(0, V, BV):
         cols = i + tl.arange(0, BV)
         mask = inside[:, None] & (cols[None, :] < V)
         values = tl.load(v_ptr + steps[:, None].to(tl.int64) * v_t + cols[None, :], mask=mask, other=0.0)
-        U = tl.dot(for_u, values, input_precision=PRECISION)
+        U = tl.dot(for_u, values, input_precision=PRECISION) + bt[:, None] * values.to(tl.float32)
         tl.store(u + token * V + own[:, None] * V + cols[None, :], U.to(u.dtype.element_ty), mask=mask)
 
 
@@ -203,14 +217,16 @@ def outputs(
         acc += tl.dot(Q, S, input_precision=PRECISION)
         scores += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
     Gc = tl.load(G + token + own, mask=inside, other=0.0)
-    causal = (steps[:, None] >= steps[None, :]) & inside[None, :]
+    causal = (steps[:, None] > steps[None, :]) & inside[None, :]
     scores *= exp32(tl.where(causal, Gc[:, None] - Gc[None, :], 0.0))
     grown = exp32(Gc)
     if NORMALISE:
         scores *= tl.load(rk + token + own, mask=inside, other=0.0)[None, :]
+    itself = tl.sum(tl.where(steps[:, None] == steps[None, :], scores, 0.0), 1)
     scores = tl.where(causal, scores, 0.0)
     update = tl.load(v_new + token * V + own[:, None] * V + vc[None, :], mask=v_mask, other=0.0)
-    acc = acc * grown[:, None] + tl.dot(scores.to(update.dtype), update, input_precision=PRECISION)
+    acc = acc * grown[:, None] + itself[:, None] * update.to(tl.float32)
+    acc += tl.dot(scores.to(update.dtype), update, input_precision=PRECISION)
     factor = tl.zeros([SIZE], tl.float32) + scale
     if NORMALISE:
         factor *= inverse_norm(q_ptr, q_t, steps[:, None].to(tl.int64), inside, K, BK)

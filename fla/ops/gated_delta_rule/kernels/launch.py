@@ -84,6 +84,7 @@ def chunk_forward(
     G = _empty(q, batch, length, heads, dtype=precisions.of_sums(q.dtype))
     inverse = _empty(q, batch, length, heads, CHUNK)
     attend = _empty(q, batch, length, heads, CHUNK) if rule.outputs_with_states else None
+    selves = None if attend is None else _empty(q, batch, length, heads, dtype=torch.float32)
     rq = rk = G  # not read
     if normalise:
         rk = torch.empty_like(G, dtype=torch.float32)
@@ -92,7 +93,7 @@ def chunk_forward(
     u = _empty(q, batch, length, heads, dim_v)
     chunks = layout.rows * heads
     launch(prepare, (chunks,))(
-        *(q, k, v, g, beta, A_log, dt_bias, G, rq, rk, attend, inverse, w, u),
+        *(q, k, v, g, beta, A_log, dt_bias, G, rq, rk, attend, selves, inverse, w, u),
         *(cu_seqlens, layout.table, options.scale, length),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride(), *beta.stride()),
         **common,
@@ -109,7 +110,8 @@ def chunk_forward(
     )
     o = _empty(v, batch, length, heads, dim_v)
     h, v_new, final = _states(
-        *(q, k, attend, w, u, G, rq, rk, o, initial_state, cu_seqlens, layout, options, output_final_state, common, rule)
+        *(q, k, attend, selves, w, u, G, rq, rk, o, initial_state, cu_seqlens, layout),
+        *(options, output_final_state, common, rule),
     )
     if attend is None:
         launch(outputs, (triton.cdiv(dim_v, rule.output_block_v) * chunks,))(
@@ -164,8 +166,9 @@ def chunk_backward(
         rq, rk = (_empty(q, batch, length, heads, dtype=torch.float32) for _ in range(2))
     w = _empty(q, batch, length, heads, dim_k)
     u, du = (_empty(q, batch, length, heads, dim_v) for _ in range(2))
+    attend, selves = torch.empty_like(inverse), _empty(q, batch, length, heads, dtype=torch.float32)
     launch(recompute, (chunks,))(
-        *(q, k, v, beta, do, G, inverse, rq, rk, w, u, du, cu_seqlens, layout.table, options.scale, length),
+        *(q, k, v, beta, G, inverse, rq, rk, attend, selves, w, u, cu_seqlens, layout.table, options.scale, length),
         *(*strides_qk, *v.stride()[:3], *beta.stride()),
         **common,
         **of_beta,
@@ -176,14 +179,14 @@ def chunk_backward(
         num_stages=rule.stages,
     )
     h, v_new, _ = _states(
-        *(q, k, None, w, u, G, rq, rk, None, initial_state, cu_seqlens, layout, options, False, common, rule)
+        *(q, k, None, None, w, u, G, rq, rk, None, initial_state, cu_seqlens, layout, options, False, common, rule)
     )
     assert h is not None
     assert v_new is not None
     dh = torch.empty_like(h)
     d_initial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     launch(states_backward, (triton.cdiv(dim_v, rule.backward_block_v) * layout.count * heads,))(
-        *(q, k, w, do, G, rq, rk, du, dh, None if d_final is None else d_final.contiguous(), d_initial),
+        *(q, k, attend, selves, w, do, G, rq, rk, du, dh, None if d_final is None else d_final.contiguous(), d_initial),
         *(cu_seqlens, layout.offsets, options.scale, length, *strides_qk),
         **common,
         BK=rule.whole_k,
@@ -198,7 +201,8 @@ def chunk_backward(
     )
     del w, u
     dv = _empty(v, batch, length, heads, dim_v)
-    from_q, from_k = torch.empty_like(inverse), torch.empty_like(inverse)
+    # `states_backward` was the last to read the scores
+    from_q, from_k = attend, torch.empty_like(inverse)
     shares = 1 + triton.cdiv(dim_k, rule.block_k)
     d_G, d_beta = (_empty(q, shares, batch, length, heads, dtype=torch.float32) for _ in range(2))
     launch(within, (chunks,))(
@@ -267,6 +271,7 @@ def _states(
     q: torch.Tensor,
     k: torch.Tensor,
     attend: torch.Tensor | None,
+    selves: torch.Tensor | None,
     w: torch.Tensor,
     u: torch.Tensor,
     G: torch.Tensor,
@@ -293,7 +298,7 @@ def _states(
         shape = (dim_v, dim_k) if options.state_v_first else (dim_k, dim_v)
         final = _empty(u, layout.count, heads, *shape, dtype=torch.float32)
     launch(states_forward, (triton.cdiv(dim_v, rule.state_block_v) * layout.count * heads,))(
-        *(q, k, attend, w, u, G, rq, rk, h, v_new, o),
+        *(q, k, attend, selves, w, u, G, rq, rk, h, v_new, o),
         *(None if initial_state is None else initial_state.contiguous(), final, cu_seqlens, layout.offsets),
         *(options.scale, G.shape[1], *q.stride()[:3], *k.stride()[:3]),
         **common,

@@ -21,41 +21,6 @@ from fla.ops.kda.kernels.forward import from_middle, level_decay
 
 
 @triton.jit(do_not_specialize=['T'])
-def outputs_backward(
-    attend,
-    do,
-    du,
-    cu_seqlens,
-    table,
-    T,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    SIZE: tl.constexpr,
-    BV: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Grid (rows * HV * ceil(V / BV),): du = attend^T do, what of the gradient of U' stays in the chunk. All contiguous."""
-    vb, pid = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
-    row, hv = pid // HV, pid % HV
-    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
-    if n < 0:
-        return
-    first = start + c * SIZE
-    steps = tl.arange(0, SIZE)
-    inside = first + steps < end
-    token = ((batch + pid * 0).to(tl.int64) * T + first) * HV + hv
-    own = steps[:, None].to(tl.int64) * HV
-    vc = vb * BV + tl.arange(0, BV)
-    mask = inside[:, None] & (vc[None, :] < V)
-    at = token * V + own * V + vc[None, :]
-    M = tl.load(attend + token * SIZE + own * SIZE + steps[None, :], mask=inside[:, None], other=0.0)
-    dO = tl.load(do + at, mask=mask, other=0.0)
-    dU = tl.dot(tl.trans(M), dO, input_precision=PRECISION)
-    tl.store(du + at, dU.to(du.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=['T'])
 def pairs_backward(
     q,
     k,
@@ -69,6 +34,7 @@ def pairs_backward(
     do,
     du,
     d_attend,
+    d_selves,
     d_lower,
     d_grown,
     dv,
@@ -107,8 +73,10 @@ def pairs_backward(
     """Grid (rows * HV,). Everything written is `[B, T, HV, ·]` and contiguous.
 
     Args:
-        lower, inverse (SIZE), v_new (V), h: of the forward. do, du: gradients of o and v_new, contiguous (V).
-        d_attend: written, scale * (dM + dM^T), its diagonal once (SIZE). May be the memory of `attend`.
+        lower (float32), inverse (SIZE), v_new (V), h: of the forward. do, du: gradients of o and v_new, contiguous (V).
+        d_attend: written, scale * (dM + dM^T), of use outside of its diagonal (SIZE); of 16 bits, what these hold of it and
+            then what they hold of the rest (2 * SIZE). May be the memory of `lower`.
+        d_selves: written, the diagonal of scale * dM, float32. May be `selves`.
         d_lower: written, dA + dA^T for A = `lower` (SIZE). May be `inverse`.
         d_grown: written, the gradient of e^G k, k normalised (K).
         dv: written (V). May be `du`: each tile of that has been read for the last time when it is overwritten.
@@ -142,7 +110,7 @@ def pairs_backward(
     bt = tl.load(beta + batch64 * b_b + first64 * b_t + hv64 * b_h + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
     bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
     X = tl.load(inverse + square, mask=inside[:, None], other=0.0)
-    Tt = tl.trans((X.to(tl.float32) * bt[None, :]).to(X.dtype))
+    Xt = tl.trans(X)
     dT = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
@@ -158,9 +126,8 @@ def pairs_backward(
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         grown = (keys * exp32(Gc) * k_norm[:, None]).to(X.dtype)
         dT += tl.dot(dW, tl.trans(grown), input_precision=PRECISION)
-        d_keys = tl.dot(Tt, dW, input_precision=PRECISION)
+        d_keys = bt[:, None] * tl.dot(Xt, dW, input_precision=PRECISION)
         tl.store(d_grown + token * K + own * K + cols[None, :], d_keys.to(d_grown.dtype.element_ty), mask=mask)
-    dM = tl.zeros([SIZE, SIZE], tl.float32)
     for j in range(0, V, BV):
         vc = j + tl.arange(0, BV)
         mask = inside[:, None] & (vc[None, :] < V)
@@ -168,14 +135,8 @@ def pairs_backward(
         dU = tl.load(du + at, mask=mask, other=0.0)
         values = tl.load(v_ptr + time * v_t + vc[None, :], mask=mask, other=0.0)
         dT += tl.dot(dU, tl.trans(values), input_precision=PRECISION)
-        d_values = tl.dot(Tt, dU, input_precision=PRECISION)
+        d_values = bt[:, None] * tl.dot(Xt, dU, input_precision=PRECISION)
         tl.store(dv + at, d_values.to(dv.dtype.element_ty), mask=mask)
-        dO = tl.load(do + at, mask=mask, other=0.0)
-        U = tl.load(v_new + at, mask=mask, other=0.0)
-        dM += tl.dot(dO, tl.trans(U), input_precision=PRECISION)
-    dM *= scale
-    dM = tl.where(steps[:, None] >= steps[None, :], dM, tl.trans(dM))
-    tl.store(d_attend + square, dM.to(d_attend.dtype.element_ty), mask=inside[:, None])
     # L = diag(beta) A; of the inverse X, dL = -X^T dX X^T below the diagonal. X again, not to hold registers all along
     X = tl.load(inverse + square, mask=inside[:, None], other=0.0)
     strict = steps[:, None] > steps[None, :]
@@ -191,9 +152,38 @@ def pairs_backward(
     tl.store(dbeta + token + own1, db.to(dbeta.dtype.element_ty), mask=inside)
     dA = dL * bt[:, None]
     dA += tl.trans(dA)
-    # `inverse` was read by other threads
+    # `inverse` and `lower` were read by other threads
     tl.debug_barrier()
     tl.store(d_lower + square, dA.to(d_lower.dtype.element_ty), mask=inside[:, None])
+    dM = tl.zeros([SIZE, SIZE], tl.float32)
+    for j in range(0, V, BV):
+        vc = j + tl.arange(0, BV)
+        mask = inside[:, None] & (vc[None, :] < V)
+        at = token * V + own * V + vc[None, :]
+        dO = tl.load(do + at, mask=mask, other=0.0)
+        U = tl.load(v_new + at, mask=mask, other=0.0)
+        dM += tl.dot(dO, tl.trans(U), input_precision=PRECISION)
+    dM *= scale
+    itself = tl.sum(tl.where(steps[:, None] == steps[None, :], dM, 0.0), 1)
+    tl.store(d_selves + token + own1, itself, mask=inside)
+    dM = tl.where(steps[:, None] >= steps[None, :], dM, tl.trans(dM))
+    high = dM.to(d_attend.dtype.element_ty)
+    # not one float32: rounded in the registers of a product in a loop, it came out as NaN on a Hopper with Triton 3.6
+    PARTS: tl.constexpr = 1 if d_attend.dtype.element_ty == tl.float32 else 2
+    at = (token + own) * SIZE * PARTS + steps[None, :]
+    tl.store(d_attend + at, high, mask=inside[:, None])
+    if PARTS == 2:
+        tl.store(d_attend + at + SIZE, (dM - high.to(tl.float32)).to(high.dtype), mask=inside[:, None])
+
+
+@triton.jit
+def dot_of_parts(x, y, PRECISION: tl.constexpr):
+    """x y for a float32 y, of which rounding to x's 16 bits would leave too little: what is left is multiplied as well."""
+    high = y.to(x.dtype)
+    product = tl.dot(x, high, input_precision=PRECISION)
+    if x.dtype != tl.float32:
+        product = tl.dot(x, (y - high.to(tl.float32)).to(x.dtype), product, input_precision=PRECISION)
+    return product
 
 
 @triton.jit
@@ -210,6 +200,7 @@ def level_backward(
     count,
     half,
     square,
+    in_parts,
     d_attend,
     d_lower,
     dq,
@@ -230,11 +221,14 @@ def level_backward(
     meet = ((block[:, None] ^ block[None, :]) == 1) & (steps < count)[:, None]
     own_norm = tl.where(second, q_norm, k_norm)[:, None]
     second = second[:, None]
-    x = (tl.where(second, Q, keys).to(tl.float32) * decay * own_norm).to(Q.dtype)
+    x = tl.where(second, Q, keys).to(tl.float32) * decay * own_norm
     y = (keys.to(tl.float32) * decay * k_norm[:, None]).to(Q.dtype)
-    dx = tl.dot(tl.load(d_attend + square, mask=meet, other=0.0), x, input_precision=PRECISION)
+    dx = dot_of_parts(tl.load(d_attend + in_parts, mask=meet, other=0.0), x, PRECISION)
+    if Q.dtype != tl.float32:
+        low = tl.load(d_attend + in_parts + meet.shape[0], mask=meet, other=0.0)
+        dx = tl.dot(low, x.to(low.dtype), dx, input_precision=PRECISION)
     dy = tl.dot(tl.load(d_lower + square, mask=meet, other=0.0), y, input_precision=PRECISION)
-    through = x.to(tl.float32) * dx + y.to(tl.float32) * dy
+    through = x * dx + y.to(tl.float32) * dy
     dG += tl.where(second, through, -through)
     dq += tl.where(second, dx, 0.0) * decay
     dk += (dy + tl.where(second, 0.0, dx)) * decay
@@ -342,6 +336,7 @@ def channels_backward(
     dh,
     do,
     d_attend,
+    d_selves,
     d_lower,
     d_grown,
     rq,
@@ -386,7 +381,7 @@ def channels_backward(
     Args:
         far: of `prepare`.
         do: contiguous. dh: `[rows, HV, K, V]`, gradient of the state after each chunk.
-        d_attend, d_lower, d_grown: of `pairs_backward`.
+        d_attend, d_selves, d_lower, d_grown: of `pairs_backward`.
         dq, dk: written, of q and k per value head and, with NORMALISE, as normalised, `[B, T, HV, K]`.
         dg: written, of g as given `[B, T, HV, K]`. May be the memory of `G`.
         dA_log: written with HAS_A, each program's part, float32 `[rows, HV, ceil(K / BK)]`.
@@ -425,8 +420,10 @@ def channels_backward(
     Gc = tl.load(G + at, mask=mask, other=0.0)
     G_last = tl.load(G + token * K + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
     # a step with itself
-    diagonal = tl.load(d_attend + token * SIZE + own1 * SIZE + steps, mask=inside, other=0.0).to(tl.float32)[:, None]
-    square = token * SIZE + own * SIZE + steps[None, :]
+    diagonal = tl.load(d_selves + token + own1, mask=inside, other=0.0)[:, None]
+    square = (token + own) * SIZE + steps[None, :]
+    PARTS: tl.constexpr = 1 if d_attend.dtype.element_ty == tl.float32 else 2
+    in_parts = (token + own) * SIZE * PARTS + steps[None, :]
     # either order needs the fewer registers where it stands
     if BY_HALVES:
         d_query, d_key, dG = through_states(
@@ -469,6 +466,7 @@ def channels_backward(
                 count,
                 32 >> level,
                 square,
+                in_parts,
                 d_attend,
                 d_lower,
                 d_query,
@@ -482,17 +480,18 @@ def channels_backward(
         away = from_middle(Gc, G + token * K, cols, cols < K, mask, count, HV, K)
         later, sooner = tl.exp(away), tl.exp(-away)
         before = (steps[:, None] > steps[None, :]) & inside[:, None]
-        x_q, x_k = (unit_Q * later).to(Q.dtype), (unit_keys * later).to(Q.dtype)
-        y = (unit_keys * sooner).to(Q.dtype)
-        dM = tl.load(d_attend + square, mask=before, other=0.0)
+        # of these the first part will do
+        dM = tl.load(d_attend + in_parts, mask=before, other=0.0)
         dA = tl.load(d_lower + square, mask=before, other=0.0)
-        dx_q = tl.dot(dM, y, input_precision=PRECISION)
-        dx_k = tl.dot(dA, y, input_precision=PRECISION)
-        dy = tl.dot(tl.trans(dM), x_q, input_precision=PRECISION)
-        dy += tl.dot(tl.trans(dA), x_k, input_precision=PRECISION)
-        d_query = diagonal * unit_keys + dx_q * later
-        d_key = diagonal * unit_Q + dx_k * later + dy * sooner
-        dG = x_q.to(tl.float32) * dx_q + x_k.to(tl.float32) * dx_k - y.to(tl.float32) * dy
+        dy = dot_of_parts(tl.trans(dM), unit_Q * later, PRECISION)
+        dy += dot_of_parts(tl.trans(dA), unit_keys * later, PRECISION)
+        y = unit_keys * sooner
+        dx_q = dot_of_parts(dM, y, PRECISION) * later
+        dx_k = dot_of_parts(dA, y, PRECISION) * later
+        dy *= sooner
+        dG = unit_Q * dx_q + unit_keys * (dx_k - dy)
+        d_query = diagonal * unit_keys + dx_q
+        d_key = diagonal * unit_Q + dx_k + dy
         to_query, to_key, to_G = through_states(
             do + token * V,
             v_new + token * V,

@@ -135,18 +135,21 @@ def store_scores(
     steps,
     inside,
     attend,
+    selves,
     lower,
     token,
     HV: tl.constexpr,
     SIZE: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Of what two products gave, the parts below the diagonal: the rest may be anything, infinite too. Returns the lower
-    scores of k, normalised."""
+    """Of what two products gave, the parts below the diagonal: the rest may be anything, infinite too. The diagonal of q's
+    stands apart: it is most of the outputs, and rounding it would change those more than all the rest does. Returns the
+    lower scores of k, normalised."""
     i, j = steps[:, None], steps[None, :]
     at = (token + i.to(tl.int64) * HV) * SIZE + j
-    M = tl.where(i > j, for_q, tl.where(i == j, diagonal[:, None], 0.0)) * (q_factor[:, None] * k_norm[None, :])
+    M = tl.where(i > j, for_q * (q_factor[:, None] * k_norm[None, :]), 0.0)
     tl.store(attend + at, M.to(attend.dtype.element_ty), mask=inside[:, None])
+    tl.store(selves + token + steps.to(tl.int64) * HV, diagonal * q_factor * k_norm, mask=inside)
     A = tl.where(i > j, for_k * (k_norm[:, None] * k_norm[None, :]), 0.0)
     if FULL:
         tl.store(lower + at, A, mask=inside[:, None])
@@ -175,18 +178,19 @@ def store_updates(
     FULL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """X = (I + beta A)^-1, u = X beta v, and w = X beta k from what `store_decayed` has left in its place."""
+    """X = (I + beta A)^-1, u = X beta v, and w = X beta k from what `store_decayed` has left in its place. The diagonal of X
+    beta is beta, most of u, which rounding would change more than all the rest does."""
     own = token + steps[:, None].to(tl.int64) * HV
     X = unit_lower_inverse(A * bt[:, None], PRECISION)
     if FULL:
         tl.store(inverse + own * SIZE + steps[None, :], X.to(inverse.dtype.element_ty), mask=inside[:, None])
     X *= bt[None, :]
-    for_u = X.to(u.dtype.element_ty)
+    for_u = tl.where(steps[:, None] > steps[None, :], X, 0.0).to(u.dtype.element_ty)
     for i in range(0, V, BV):
         cols = i + tl.arange(0, BV)
         mask = inside[:, None] & (cols[None, :] < V)
         values = tl.load(v_ptr + steps[:, None].to(tl.int64) * v_t + cols[None, :], mask=mask, other=0.0)
-        U = tl.dot(for_u, values, input_precision=PRECISION)
+        U = tl.dot(for_u, values, input_precision=PRECISION) + bt[:, None] * values.to(tl.float32)
         tl.store(u + own * V + cols[None, :], U.to(u.dtype.element_ty), mask=mask)
     # the keys have been written by other threads
     tl.debug_barrier()
@@ -213,6 +217,7 @@ def prepare(
     G,
     far,
     attend,
+    selves,
     lower,
     inverse,
     w,
@@ -257,10 +262,11 @@ def prepare(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written, `[B, T, HV, ·]` and contiguous: w (K), u (V), kg (K), qg (K) and `attend`, the scores
-    scale * tril(q k) (SIZE). With FULL also the running log decay G (wide, K), the scores `lower` = tril(k k, -1) in float32
-    (SIZE), and the inverse (I + beta lower)^-1 (SIZE); without it the last row of G in each chunk. And `far` `[rows, HV]`: 1
-    where all but that is left to `prepare_by_halves`."""
+    """Grid (rows * HV,). Written, `[B, T, HV, ·]` and contiguous: w (K), u (V), kg (K), qg (K), and the scores scale q k of
+    each step with those before it, `attend` (SIZE), and with itself, `selves` (float32). With FULL also the running log
+    decay G (wide, K), the scores `lower` = tril(k k, -1) in float32 (SIZE), and the inverse (I + beta lower)^-1 (SIZE);
+    without it the last row of G in each chunk. And `far` `[rows, HV]`: 1 where all but that is left to
+    `prepare_by_halves`."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -307,7 +313,9 @@ def prepare(
     tl.store(far + pid, tl.where(near, 0, 1))
     if not near:
         return
-    A = store_scores(for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend, lower, token, HV, SIZE, FULL)
+    A = store_scores(
+        for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend, selves, lower, token, HV, SIZE, FULL
+    )
     bt = tl.load(b_ptr + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
     bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
     store_updates(A, bt, k_norm, v_ptr, v_t, steps, inside, inverse, w, u, token, HV, K, V, SIZE, BK, BV, FULL, PRECISION)
@@ -325,6 +333,7 @@ def prepare_by_halves(
     G,
     far,
     attend,
+    selves,
     lower,
     inverse,
     w,
@@ -433,7 +442,9 @@ def prepare_by_halves(
             )
     for_q += spread(near_q)
     for_k += spread(near_k)
-    A = store_scores(for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend, lower, token, HV, SIZE, FULL)
+    A = store_scores(
+        for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend, selves, lower, token, HV, SIZE, FULL
+    )
     bt = tl.load(b_ptr + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
     bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
     store_updates(A, bt, k_norm, v_ptr, v_t, steps, inside, inverse, w, u, token, HV, K, V, SIZE, BK, BV, FULL, PRECISION)
@@ -475,6 +486,7 @@ def near_scores(
 def outputs(
     qg,
     attend,
+    selves,
     v_new,
     h,
     o,
@@ -490,7 +502,7 @@ def outputs(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV * ceil(V / BV),): o = qg S + attend U'."""
+    """Grid (rows * HV * ceil(V / BV),): o = qg S + M U', M made of `attend` and `selves`."""
     vb, pid = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -507,7 +519,9 @@ def outputs(
     h_ptr = h + (row.to(tl.int64) * HV + hv) * K * V
     M = tl.load(attend + token * SIZE + own * SIZE + steps[None, :], mask=inside[:, None] & inside[None, :], other=0.0)
     update = tl.load(v_new + token * V + own * V + vc[None, :], mask=v_mask, other=0.0)
-    acc = tl.dot(M, update, input_precision=PRECISION)
+    itself = tl.load(selves + token + steps.to(tl.int64) * HV, mask=inside, other=0.0)
+    acc = itself[:, None] * update.to(tl.float32)
+    acc += tl.dot(M, update, input_precision=PRECISION)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         Q = tl.load(qg + token * K + own * K + cols[None, :], mask=inside[:, None] & (cols[None, :] < K), other=0.0)

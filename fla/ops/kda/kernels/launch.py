@@ -19,7 +19,7 @@ from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
 from fla.ops.common.kernels.state_backward import states_backward
-from fla.ops.kda.kernels.backward import channels_backward, heads_backward, outputs_backward, pairs_backward
+from fla.ops.kda.kernels.backward import channels_backward, heads_backward, pairs_backward
 from fla.ops.kda.kernels.forward import outputs, prepare, prepare_by_halves
 from fla.utils.devices import capability_of, shared_memory_of
 
@@ -69,6 +69,7 @@ class Saved(NamedTuple):
     G: torch.Tensor | None = None
     far: torch.Tensor | None = None
     attend: torch.Tensor | None = None
+    selves: torch.Tensor | None = None
     lower: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
     w: torch.Tensor | None = None
@@ -97,6 +98,7 @@ class _Chunks(NamedTuple):
     G: torch.Tensor
     far: torch.Tensor
     attend: torch.Tensor
+    selves: torch.Tensor
     lower: torch.Tensor
     inverse: torch.Tensor
     w: torch.Tensor
@@ -153,6 +155,7 @@ def chunk_forward(
     launch(outputs, (triton.cdiv(V, BV) * layout.rows * v.shape[2],))(
         chunks.qg,
         chunks.attend,
+        chunks.selves,
         chunks.v_new,
         chunks.h,
         o,
@@ -214,26 +217,10 @@ def chunk_backward(
     keep = saved.G is not None
     # all of them are there, or none
     chunks = _Chunks(*saved[11:]) if keep else _chunks(saved, settings, layout, None)  # type: ignore[arg-type]
-    programs = layout.rows * HV
     do = do.contiguous()
     precision = precisions.of_products(k.dtype)
 
     du = torch.empty_like(chunks.v_new)
-    BV = _block(V, 64)
-    launch(outputs_backward, (triton.cdiv(V, BV) * programs,))(
-        chunks.attend,
-        do,
-        du,
-        cu_seqlens,
-        table,
-        T,
-        HV=HV,
-        V=V,
-        SIZE=SIZE,
-        BV=BV,
-        PACKED=layout.packed,
-        PRECISION=precision,
-    )
     dh = torch.empty_like(chunks.h)
     d_initial = None
     if initial_state is not None:
@@ -243,6 +230,8 @@ def chunk_backward(
     launch(states_backward, (triton.cdiv(V, BV) * layout.count * HV,))(
         chunks.qg,
         chunks.kg,
+        chunks.attend,
+        chunks.selves,
         chunks.w,
         do,
         chunks.G,
@@ -276,7 +265,7 @@ def chunk_backward(
         V_FIRST=settings.v_first,
         PACKED=layout.packed,
         PRECISION=precision,
-        STAGES=_stages(k, (3 * K + 2 * BV) * SIZE, K * BV + 2 * SIZE * BV, 2),
+        STAGES=_stages(k, (3 * K + BV + SIZE) * SIZE, K * BV + 2 * SIZE * BV, 2),
         num_warps=_state_warps(k),
     )
 
@@ -324,7 +313,9 @@ def within_chunks(
     keep = saved.G is not None
     precision = precisions.of_products(k.dtype)
     fresh = torch.empty_like if keep else _itself
-    d_attend, d_lower, d_grown, dv = fresh(chunks.attend), fresh(chunks.inverse), fresh(chunks.w), du
+    # the memory of float32 numbers, for the two halves of each
+    d_attend = fresh(chunks.lower).view(k.dtype)
+    d_selves, d_lower, d_grown, dv = fresh(chunks.selves), fresh(chunks.inverse), fresh(chunks.w), du
     dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     rq = rk = None
     if settings.normalise:
@@ -342,6 +333,7 @@ def within_chunks(
         do,
         du,
         d_attend,
+        d_selves,
         d_lower,
         d_grown,
         dv,
@@ -397,6 +389,7 @@ def within_chunks(
             dh,
             do,
             d_attend,
+            d_selves,
             d_lower,
             d_grown,
             rq,
@@ -429,7 +422,7 @@ def within_chunks(
             BY_HALVES=by_halves,
             PACKED=layout.packed,
             PRECISION=precision,
-            num_warps=4,
+            num_warps=8 if by_halves else 4,
         )
     dA = None if dA_parts is None or A_log is None else dA_parts.sum((0, 2)).view(A_log.shape).to(A_log.dtype)
     dbias = None if dbias_parts is None or dt_bias is None else dbias_parts.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
@@ -443,6 +436,7 @@ class _Prepared(NamedTuple):
     G: torch.Tensor
     far: torch.Tensor
     attend: torch.Tensor
+    selves: torch.Tensor
     lower: torch.Tensor | None
     inverse: torch.Tensor | None
     w: torch.Tensor
@@ -478,10 +472,12 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
     attend, w, u, kg, qg = (empty(width) for width in (SIZE, K, V, K, K))
     # float16 has not the range for products through the middle of a chunk: all chunks are far
     half = k.dtype == torch.float16
+    selves = torch.empty(B, T, HV, dtype=torch.float32, device=k.device)
     far = (torch.ones if half else torch.empty)(layout.rows, HV, dtype=torch.int32, device=k.device)
     for kernel in (prepare_by_halves,) if half else (prepare, prepare_by_halves):
         launch(kernel, (layout.rows * HV,))(
-            *(q, k, v, g, beta, A_log, dt_bias, G, far, attend, lower, inverse, w, u, kg, qg, cu_seqlens, table),
+            *(q, k, v, g, beta, A_log, dt_bias, G, far, attend, selves, lower, inverse, w, u, kg, qg),
+            *(cu_seqlens, table),
             *(settings.scale, settings.lower_bound or 0.0, T),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride()),
             H=H,
@@ -503,7 +499,7 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
             PRECISION=precision,
             num_warps=4,
         )
-    return _Prepared(G, far, attend, lower, inverse, w, kg, qg, u)
+    return _Prepared(G, far, attend, selves, lower, inverse, w, kg, qg, u)
 
 
 def _recurrence(
@@ -521,7 +517,7 @@ def _recurrence(
     BV = _state_block(k, V)
     stages = _stages(k, (2 * K + BV) * SIZE, K * BV + SIZE * BV, 3) if o is None else _stages_with_outputs(k, V)
     launch(states_forward, (triton.cdiv(V, BV) * layout.count * HV,))(
-        *(prepared.qg, prepared.kg, prepared.attend, prepared.w, prepared.u, prepared.G),
+        *(prepared.qg, prepared.kg, prepared.attend, prepared.selves, prepared.w, prepared.u, prepared.G),
         *(None, None, h),
         prepared.u,  # v_new: a program overwrites a tile of u that it alone has read
         *(o, initial_state, final, saved.cu_seqlens, layout.offsets, settings.scale, v.shape[1]),
