@@ -75,6 +75,15 @@ def test_gates_in_half_precision(function, gate_dtype):
     check(function, case(function, dtype=BF16, gate_dtype=gate_dtype, T=80, HV=2, **EVERYTHING))
 
 
+@pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
+def test_negated_inputs(function):
+    """Tensors whose memory holds the other sign, of which PyTorch has taken a note."""
+    given = case(function, T=5, B=2, HV=2)
+    turned = {name: torch.complex(x, -x).conj().imag for name, x in given.tensors.items()}
+    assert all(x.is_neg() and torch.equal(x, given.tensors[name]) for name, x in turned.items())
+    assert_same(everything(function, given), everything(function, given.with_tensors(**turned)))
+
+
 @pytest.mark.parametrize('options', [{'T': 33, 'B': 2, 'H': 2, 'HV': 2}, {'lens': [3, 0, 30]}], ids=str)
 @pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
 def test_strided_inputs(function, options):

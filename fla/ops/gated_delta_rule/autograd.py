@@ -10,7 +10,7 @@ from fla.ops.backends.opaque import opaque
 from fla.ops.common.assembler import sound_products
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.decode import decode
-from fla.ops.common.triton_call import DEVICES, flat, no_steps, on_device_of, require_triton
+from fla.ops.common.triton_call import DEVICES, as_stored, flat, no_steps, on_device_of, require_triton
 from fla.ops.gated_delta_rule.kernels.launch import Options, chunk_backward, chunk_forward
 
 _TENSORS = (
@@ -39,6 +39,7 @@ def _forward(
     v_first: bool,
 ) -> Any:
     options = Options(scale, l2norm, gate, sigmoid, double, v_first)
+    g, beta = as_stored(g), as_stored(beta)
     with on_device_of(q), sound_products(k, v, cu_seqlens is None):
         return chunk_forward(
             *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, flat(cu_seqlens), options, output_final_state)
@@ -96,6 +97,7 @@ def _backward(
     dfinal_state: torch.Tensor | None,
 ) -> Any:
     options = Options(scale, l2norm, gate, sigmoid, double, v_first)
+    g, beta = as_stored(g), as_stored(beta)
     with on_device_of(q), sound_products(k, v, cu_seqlens is None):
         gradients = chunk_backward(
             *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, flat(cu_seqlens)),

@@ -12,7 +12,7 @@ from fla.ops.common.assembler import sound_products
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.decode import decode
 from fla.ops.common.kernels.layout import layout_of
-from fla.ops.common.triton_call import DEVICES, flat, no_steps, on_device_of, require_triton
+from fla.ops.common.triton_call import DEVICES, as_stored, flat, no_steps, on_device_of, require_triton
 from fla.ops.kda.kernels.launch import SIZE, Saved, Settings, Within, chunk_backward, chunk_forward, within_chunks
 
 _TENSORS = (
@@ -49,6 +49,7 @@ def _forward(
 ) -> Any:
     settings = Settings(scale, l2norm, gate, lower_bound, sigmoid, double, v_first)
     q, k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g))
+    beta = as_stored(beta)
     state = None if initial_state is None else initial_state.contiguous()
     with on_device_of(q), sound_products(k, v, cu_seqlens is None):
         o, final, saved, h = chunk_forward(
@@ -147,6 +148,7 @@ def backward_with(within: Callable[..., Within]) -> Callable[..., Any]:
     ) -> Any:
         settings = Settings(scale, l2norm, gate, lower_bound, sigmoid, double, v_first)
         q, k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g))
+        beta = as_stored(beta)
         state = None if initial_state is None else initial_state.contiguous()
         with on_device_of(q), sound_products(k, v, cu_seqlens is None):
             ends = flat(cu_seqlens)

@@ -9,13 +9,11 @@ from triton.compiler import CompiledKernel
 
 from fla.ops.common.compile_ahead import refuse_in_capture
 from fla.ops.common.kernels.recurrent import recurrent
-from fla.ops.common.triton_call import flat, on_device_of
+from fla.ops.common.triton_call import as_stored, flat, on_device_of
 
 _NONE = (0, 0, 0)
 # places among the kernel's tensors
 _INITIAL, _FINAL = 9, 11
-# and among its constants
-_V_FIRST = -2
 
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
@@ -44,6 +42,7 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o `[B, T, HV, V]` in v's dtype and the final state in float32 or None; arguments as for the operations, checked."""
     (q, q_strides), (k, k_strides), (v, v_strides) = _rows(q), _rows(k), _rows(v)
+    g, beta = as_stored(g), as_stored(beta)
     gk, gk_strides = (None, _NONE) if gk is None else _rows(gk)
     gv, gv_strides = (None, _NONE) if gv is None else _rows(gv)
     batch, length, heads, dim = q.shape
@@ -119,7 +118,7 @@ def _launch(
 def _options(constants: tuple[Any, ...]) -> dict[str, int]:
     """A thread holds 64 numbers of the state, or 16 where its columns stand K apart: the fastest on an H200."""
     block_k, block_v = constants[4:6]
-    v_first = constants[_V_FIRST]
+    *_, v_first, _packed = constants
     warps = block_k * block_v // (32 * (16 if v_first else 64))
     return {'num_warps': min(8, max(1, warps)), 'num_stages': 1}
 
