@@ -45,7 +45,9 @@ def by_chunks(function):
 
 def bound(name: str, operands: torch.dtype, result: torch.dtype, decodes: bool) -> tuple[float, float]:
     """Of the relative RMS and of the worst row. A kernel that decodes multiplies in float32, and rounds its results once."""
-    return bounds.of_reference(result) if decodes else bounds.of_kernel(name, operands)
+    if decodes and result != FP32:
+        return bounds.of_reference(result)
+    return bounds.of_kernel(name, FP32 if decodes else operands)
 
 
 def beyond(function, given: Case, *, rows: bool = False, **more) -> list[str]:
