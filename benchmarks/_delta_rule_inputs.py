@@ -8,18 +8,28 @@ import torch.nn.functional as F
 NAMES = ('q', 'k', 'v', 'g', 'beta')
 
 
-def inputs(op: str, batch: int, length: int, heads: int, dim: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """q and v normal, k normal and of length 1, g = logsigmoid(normal), beta uniform; bfloat16, gates float32."""
-    generator = torch.Generator('cuda').manual_seed(seed)
+def inputs(
+    op: str,
+    batch: int,
+    length: int,
+    heads: int,
+    dim: int,
+    seed: int = 0,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    strength: float = 1.0,
+    device: str = 'cuda',
+) -> tuple[torch.Tensor, ...]:
+    """q and v normal, k normal and of length 1, g = strength * logsigmoid(normal), beta uniform; gates in float32."""
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device='cuda')
+        return torch.randn(shape, generator=generator, device=device)
 
     q, k, v = (normal(batch, length, heads, dim) for _ in range(3))
-    g = F.logsigmoid(normal(batch, length, heads, *([dim] if op == 'kda' else [])))
-    beta = torch.rand((batch, length, heads), generator=generator, device='cuda')
-    half = torch.bfloat16
-    return q.to(half), F.normalize(k, dim=-1).to(half), v.to(half), g, beta
+    g = F.logsigmoid(normal(batch, length, heads, *([dim] if op == 'kda' else []))) * strength
+    beta = torch.rand((batch, length, heads), generator=generator, device=device)
+    return q.to(dtype), F.normalize(k, dim=-1).to(dtype), v.to(dtype), g, beta
 
 
 def definition(

@@ -135,6 +135,37 @@ def _delta_rules(result: Result) -> str:
     return '\n\n'.join(parts)
 
 
+def accuracy(results: list[Result]) -> str:
+    """Errors of the delta rules beside a peer's."""
+    return '\n\n'.join(_accuracy(result) for result in results) or _nothing('benchmarks/accuracy.py')
+
+
+def _accuracy(result: Result) -> str:
+    """Means over seeds, in thousandths: of the default and of flash-linear-attention."""
+    found: dict[tuple[str, str, float], dict[str, list[dict[str, float]]]] = {}
+    for row in result['rows']:
+        case = found.setdefault((row['op'], row['dtype'], row['strength']), {})
+        case.setdefault(row['backend'], []).append(row['errors'])
+    names = list(result['rows'][0]['errors'])
+
+    def mean(errors: list[dict[str, float]], name: str) -> str:
+        return f'{sum(error[name] for error in errors) / len(errors) * 1e3:.2f}'
+
+    rows = [
+        [*case, *[' / '.join(mean(errors, name) for errors in backends.values()) for name in names]]
+        for case, backends in found.items()
+    ]
+    who = ' / '.join(dict.fromkeys(row['backend'] for row in result['rows']))
+    versions, shape = result['versions'], ', '.join(map(str, result['shape']))
+    return '\n\n'.join(
+        [
+            f'`{result["command"]}`, in the interpreter of Triton {versions["triton"]}, torch {versions["torch"]}: '
+            f'B, T, H, K = V of {shape}; relative RMS in thousandths, {who}.',
+            table(['', 'dtype', 'gates', *names], rows),
+        ]
+    )
+
+
 def modules(results: list[Result]) -> str:
     """Times of the modules on GPUs."""
     return '\n\n'.join(_modules(result) for result in results) or _nothing('benchmarks/modules.py')
@@ -259,6 +290,7 @@ PARTS: dict[str, tuple[str | None, Callable[..., str]]] = {
     'overhead': ('dispatch_overhead', overhead),
     'breaks': ('compile_breaks', breaks),
     'delta-rules': ('delta_rules', delta_rules),
+    'accuracy': ('accuracy', accuracy),
     'modules': ('modules', modules),
     'attention': ('attention', attention),
     'qwen3-next': ('qwen3_next', qwen3_next),
