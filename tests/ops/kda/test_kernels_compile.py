@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.triton, pytest.mark.slow]
 
 @pytest.mark.parametrize(
     ('capability', 'dtype', 'dim'),
-    [((9, 0), BF16, 128), ((8, 0), BF16, 128), ((10, 0), BF16, 128), ((12, 0), BF16, 128), ((9, 0), FP32, 256)],
+    [
+        *[((9, 0), BF16, 128), ((8, 0), BF16, 128), ((10, 0), BF16, 128), ((12, 0), BF16, 128)],
+        *[((9, 0), FP32, 256), ((12, 0), FP32, 256)],
+    ],
 )
 def test_compiles(request, capability, dtype, dim):
     if capability == (10, 0) and OLD_TRITON:

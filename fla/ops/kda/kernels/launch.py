@@ -313,7 +313,7 @@ def within_chunks(
     keep = saved.G is not None
     precision = precisions.of_products(k.dtype)
     fresh = torch.empty_like if keep else _itself
-    # the memory of float32 numbers, for the two halves of each
+    # `lower` is float32: room for each number in two 16-bit parts
     d_attend = fresh(chunks.lower).view(k.dtype)
     d_selves, d_lower, d_grown, dv = fresh(chunks.selves), fresh(chunks.inverse), fresh(chunks.w), du
     dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
@@ -363,7 +363,9 @@ def within_chunks(
         num_warps=4,
     )
 
-    BK = _block(K, 32)
+    # by halves, 32 channels in float32 take 104 KiB of shared memory
+    small = _shared_memory(k.device) < shared_memory_of((8, 0))
+    BK = _block(K, 16 if small and k.element_size() > 2 else 32)
     kblocks = triton.cdiv(K, BK)
     # the recurrence was the last to read these two
     dq_heads, dk_heads = fresh(chunks.qg), fresh(chunks.kg)
@@ -422,6 +424,7 @@ def within_chunks(
             BY_HALVES=by_halves,
             PACKED=layout.packed,
             PRECISION=precision,
+            # by halves a program holds more than the registers of four warps
             num_warps=8 if by_halves else 4,
         )
     dA = None if dA_parts is None or A_log is None else dA_parts.sum((0, 2)).view(A_log.shape).to(A_log.dtype)
