@@ -1,5 +1,5 @@
 """The chunked delta rules in half precision have at most 1.1 times the errors of flash-linear-attention 0.6.0 on the same
-inputs: what `benchmarks/accuracy.py` has found, and our kernels of now in some of its cases."""
+inputs, but for `ABOVE`: what `benchmarks/accuracy.py` has found, and our kernels of now in some of its cases."""
 
 import importlib
 import json
