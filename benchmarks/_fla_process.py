@@ -13,6 +13,12 @@ from typing import Any
 FLA = 'flash-linear-attention'
 
 
+def version_of(folder: Path) -> str:
+    """Of the unpacked distribution."""
+    (metadata,) = folder.glob('fla_core-*.dist-info')
+    return metadata.name.removeprefix('fla_core-').removesuffix('.dist-info')
+
+
 def fla_rows(script: str, arguments: list[str], folder: Path) -> Iterator[dict[str, Any]]:
     """What the same script prints there, a JSON object a line, after `--lines`."""
     environment = {**os.environ, 'PYTHONPATH': _path_with(folder)}

@@ -157,9 +157,10 @@ def _accuracy(result: Result) -> str:
     ]
     who = ' / '.join(dict.fromkeys(row['backend'] for row in result['rows']))
     versions, shape = result['versions'], ', '.join(map(str, result['shape']))
+    peer = ''.join(f', {name} {versions[name]}' for name in versions if name in who)
     return '\n\n'.join(
         [
-            f'`{result["command"]}`, in the interpreter of Triton {versions["triton"]}, torch {versions["torch"]}: '
+            f'`{result["command"]}`, in the interpreter of Triton {versions["triton"]}, torch {versions["torch"]}{peer}: '
             f'B, T, H, K = V of {shape}; relative RMS in thousandths, {who}.',
             table(['', 'dtype', 'gates', *names], rows),
         ]

@@ -87,3 +87,9 @@ def test_the_machine(results):
     found = results.machine(dry=True)
     assert found['card'] == 'CPU'
     assert {'torch', 'triton', 'python'} == found['versions'].keys()
+
+
+def test_the_version_of_a_peer(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks'))
+    (tmp_path / 'fla_core-0.6.0.dist-info').mkdir()
+    assert importlib.import_module('_fla_process').version_of(tmp_path) == '0.6.0'

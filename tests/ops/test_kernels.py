@@ -7,7 +7,9 @@ import torch
 
 pytest.importorskip('triton')
 from fla.ops.backends import explain
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.kernels import launch as gdn_launch
+from fla.ops.kda import chunk_kda
 from fla.ops.kda.kernels import launch as kda_launch
 from tests import bounds
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, GDN, case, definition, grid, name_of, strided
@@ -206,3 +208,19 @@ def test_no_steps_stay_in_the_graph(function):
     o, _ = call(function, given)
     (gradient,) = torch.autograd.grad(o.sum(), [leaves['v']])
     assert gradient.shape == leaves['v'].shape
+
+
+@pytest.mark.parametrize('which', ['gated delta rule', 'kda', 'kda, kept'])
+def test_operators_keep_the_rules(which):
+    """PyTorch's own test of operators. Not of packed sequences, which leave rows of the intermediates unwritten: it compares
+    those, too."""
+    from fla.ops.gated_delta_rule import autograd as gdn
+    from fla.ops.kda import autograd as kda
+
+    function, chunk, flags = chunk_gated_delta_rule, gdn._chunk, [False] * 5
+    if which != 'gated delta rule':
+        keep = which == 'kda, kept'
+        function, chunk, flags = chunk_kda, kda._chunk, [False, False, None, False, False, False, keep, keep]
+    given = case(function, T=70, B=2, HV=2, K=16, V=16)
+    q, k, v, g, beta, state = (x.requires_grad_() for x in given.tensors.values())
+    torch.library.opcheck(chunk.op, (q, k, v, g, beta, None, None, state, None, 0.25, True, *flags))
