@@ -1,11 +1,12 @@
 """Errors of the chunked delta rules in half precision against float64, of our kernels and, with --fla, of
 flash-linear-attention's on the same inputs. Both run in Triton's interpreter, mended by `tests/triton_support`: no GPU is
-needed, and none is used. A GPU sums products in another order, which moves a figure by a few hundredths of it.
+needed, and none is used. A GPU sums products in another order, and its figures are others.
 
     python benchmarks/accuracy.py --json benchmarks/results/accuracy.json --fla folder/of/fla-core
 
 FLA runs in a process of its own: put the folder that its distribution was unpacked into after --fla. `einops`, which it
-imports, must be installed. `tests/ops/test_accuracy.py` holds our kernels to 1.1 times what FLA's rows say.
+imports, must be installed. `tests/ops/test_accuracy.py` holds our kernels to 1.1 times what FLA's rows say, and names what
+is above that.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def interpret() -> None:
     """Kernels that are imported from here on run in the interpreter, and only the first `fla` on the path is found."""
     os.environ['TRITON_INTERPRET'] = '1'
     torch.set_num_threads(1)
+    # by its place: in FLA's process nothing may be imported from the folder that also has our `fla`
     named = 'triton_interpreter'
     where = Path(__file__).resolve().parents[1] / 'tests' / 'triton_support' / 'interpreter.py'
     spec = importlib.util.spec_from_file_location(named, where)

@@ -35,5 +35,6 @@ def test_compiles(request, capability, dtype, dim):
     backward = {'states_backward', 'pairs_backward', 'channels_backward', 'heads_backward'}
     assert backward <= {one.name for one in compiled}
     if dtype == BF16 and capability == (9, 0):
-        # a float32 number or two a column, outside of the loops, of `states_backward` with the state V first
-        assert all(one.spilled <= 96 for one in compiled if one.name in backward)
+        # `states_backward` with the state V first spills 72 bytes on Triton 3.9, and none without an initial and final state
+        most = {'states_backward': 80}
+        assert all(one.spilled <= most.get(one.name, 64) for one in compiled if one.name in backward)
