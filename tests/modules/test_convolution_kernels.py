@@ -80,7 +80,7 @@ def test_everything(packed, width, dtype):
 @pytest.mark.interpreted
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 def test_many_tiles(monkeypatch, packed):
-    """Those that walk further in the backward."""
+    """Those that walk further."""
     monkeypatch.setattr(convolution_kernels, 'MANY', 0)
     cu = torch.tensor([0, 0, 1, 4, 140, 270, 270]) if packed else None
     arguments = tensors(1, 270, 5, 4, 6 if packed else 1, torch.float32)
@@ -228,6 +228,22 @@ def test_updates_of_one(count, channels):
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize('case', ['everything', 'eight taps', 'no residual', 'strided'])
+def test_updates_of_many(monkeypatch, case):
+    """Several sequences a program, and in the last one fewer."""
+    monkeypatch.setattr(convolution_kernels, 'MANY', 0)
+    check_update(case, 6, 200, torch.bfloat16, 'cpu')
+
+
+@pytest.mark.interpreted
+@served_by('default')
+def test_activation_far_from_zero():
+    x = torch.tensor([-3e38, -1e4, -200.0, -100.0, -88.0, -20.0, 0.0, 20.0, 100.0, 1e4, 3e38])[None, :, None]
+    y, _ = on_triton(causal_conv1d, x, torch.ones(1, 1), activation='silu')
+    torch.testing.assert_close(y, torch.nn.functional.silu(x.double()).float(), rtol=1e-5, atol=1e-38)
+
+
+@pytest.mark.interpreted
 def test_strided_lengths():
     """They are read by their strides."""
     every_second = torch.tensor([0, 9, 2, 9, 6, 9])[::2]
@@ -307,6 +323,23 @@ def test_compiles_in_float32(capability):
         launch_update(x[:, 0], empty(2, 1536, 4, dtype=torch.float32), None, weight, None, True)
     print(*compiled, sep='\n')
     assert all(one.spilled <= 64 for one in compiled)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize('dtype', KERNEL_DTYPES, ids=str)
+def test_a_step_moves_its_state_by_wide_accesses(dtype):
+    """16 bytes at a time, and each thread its own, unless a channel's are more."""
+    widths = [width for width in (2, 4, 8) if width * dtype.itemsize <= 16]
+    with compile_only((9, 0)) as compiled:
+        for width in widths:
+            given = (empty(64, 256, width, dtype=dtype), None, empty(256, width, dtype=dtype), None, True)
+            launch_update(empty(64, 256, dtype=dtype), *given)
+    assert len(compiled) == len(widths)
+    for one in compiled:
+        code = one.kernel.asm['ptx']
+        assert one.shared == 0
+        assert 'ld.global.v4.b32' in code
+        assert 'st.global.v4.b32' in code
 
 
 def empty(*shape, dtype=torch.bfloat16):

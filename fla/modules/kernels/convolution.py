@@ -1,10 +1,11 @@
-# mypy: disable-error-code="assignment, var-annotated"
+# mypy: disable-error-code="assignment, misc, unreachable, var-annotated"
 # Tuples grow in these kernels, which Python's types cannot follow.
 """The short causal convolution: one launch forward, one backward (two for packed sequences), one for a decode step.
 
-The forward reads each tap of a tile of steps and channels from memory; all but the first come from the cache. The backward
-walks along time instead, with the last steps and the unfinished gradients in registers: it needs the derivative of the
-activation at W steps for every gradient of x, and would otherwise compute it W times.
+Both walk along time with the last steps in registers. The forward's programs go from sequence to sequence, so that only the
+first steps of one need a mask or a state: instructions, not memory, would bound it otherwise. The backward's have a mask at
+each step, and the unfinished gradients in registers besides: it needs the derivative of the activation at W steps for every
+gradient of x, and would otherwise compute it W times.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from fla.ops.common.kernels.layout import sequence_of
 from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
 
 # Measured on an H200 with bfloat16 and W = 4.
-STEPS, CHANNELS = 16, 128  # of a tile of the forward
-LANES, WALK_CHANNELS = 4, 64  # of one of the backward: lanes side by side, each walking some steps
+RUNS, WIDTHS = (8, 64), (8, 16)  # of few, and of many numbers: steps of a program of the forward, bytes a thread has of each
+AT_ONCE = 8  # steps that it asks for at once
+UPDATE_ROWS, UPDATE_WARPS = (1, 4), 2  # sequences of a program of a step, of few, and of many numbers
+LANES, WALK_CHANNELS = 4, 64  # of a tile of the backward: lanes side by side, each walking some steps
 WALKS = (32, 64)  # of few, and of many tiles
 MANY = 2048
 AHEAD = tl.constexpr(4)
@@ -33,7 +36,9 @@ def _bound(cu_seqlens, n, T, mask):
 @triton.jit
 def _activated(y, SILU: tl.constexpr):
     if SILU:
-        y = y * tl.sigmoid(y)
+        # y sigmoid(y); a reciprocal by its root is as exact here and takes none of the care that a division does
+        root = tl.rsqrt(1.0 + tl.exp2(y * -1.4426950408889634))
+        y = y * root * root
     return y
 
 
@@ -41,6 +46,115 @@ def _activated(y, SILU: tl.constexpr):
 def _derivative(y, SILU: tl.constexpr):
     s = tl.sigmoid(y)
     return s * (1.0 + y * (1.0 - s)) if SILU else tl.full(y.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _columns(rows, first, there, r_d, r_w, W: tl.constexpr, DENSE: tl.constexpr, BD: tl.constexpr):
+    """The columns of `[D, W]` at BD channels from `first` on, of which so many are there, as a tuple. DENSE: of contiguous
+    rows of 2, 4 or 8, by wide accesses."""
+    columns = ()
+    if DENSE:
+        flat = tl.arange(0, BD * W)
+        tile = tl.load(rows + first * W + flat, mask=flat < there * W, other=0.0)
+        # split by the lowest bit of the column, then by the next: in registers
+        parts = (tile,)
+        for level in tl.static_range(3):
+            if (2 << level) <= W:
+                even = ()
+                odd = ()
+                for i in tl.static_range(1 << level):
+                    low, high = tl.split(tl.reshape(parts[i], [BD, W >> (level + 1), 2]))
+                    even = even + (low,)
+                    odd = odd + (high,)
+                parts = even + odd
+        for w in tl.static_range(W):
+            columns = columns + (tl.reshape(parts[w], [BD]),)
+    else:
+        d = first + tl.arange(0, BD)
+        mask = tl.arange(0, BD) < there
+        for w in tl.static_range(W):
+            place = rows + d.to(tl.int64) * r_d + tl.cast(w, tl.int64) * r_w
+            columns = columns + (tl.load(place, mask=mask, other=0.0),)
+    return columns
+
+
+@triton.jit
+def _store_columns(rows, columns, first, there, r_d, r_w, W: tl.constexpr, DENSE: tl.constexpr, BD: tl.constexpr):
+    """The reverse."""
+    if DENSE:
+        parts = ()
+        for w in tl.static_range(W):
+            parts = parts + (tl.reshape(columns[w], [BD, 1]),)
+        for level in tl.static_range(3):
+            if (2 << level) <= W:
+                joined = ()
+                for i in tl.static_range(W >> (level + 1)):
+                    joined = joined + (tl.reshape(tl.join(parts[i], parts[i + (W >> (level + 1))]), [BD, 2 << level]),)
+                parts = joined
+        flat = tl.arange(0, BD * W)
+        tl.store(rows + first * W + flat, tl.reshape(parts[0], [BD * W]), mask=flat < there * W)
+    else:
+        d = first + tl.arange(0, BD)
+        mask = tl.arange(0, BD) < there
+        for w in tl.static_range(W):
+            tl.store(rows + d.to(tl.int64) * r_d + tl.cast(w, tl.int64) * r_w, columns[w], mask=mask)
+
+
+@triton.jit
+def _step(y, column, offset, taps, residual, d, inside, W: tl.constexpr, SILU: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    acc = offset
+    for w in tl.static_range(W):
+        acc += column[w] * taps[w]
+    acc = _activated(acc, SILU)
+    if HAS_RESIDUAL:
+        acc += residual.to(tl.float32)
+    tl.store(y + d, acc.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _steps(
+    x,
+    residual,
+    y,
+    column,
+    offset,
+    window,
+    count,
+    d,
+    inside,
+    x_t,
+    r_t,
+    y_t,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BT: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """`count` steps, ALL: BT of them; what they load is asked for at once. Returns where the next ones are, and what is
+    before them."""
+    rows = ()
+    residuals = ()  # or, not looked at, the same rows
+    for i in tl.static_range(BT):
+        mask = inside if ALL else inside & (tl.full(inside.shape, i, tl.int32) < count)
+        rows = rows + (tl.load(x + d, mask=mask),)
+        x += x_t
+        if HAS_RESIDUAL:
+            residuals = residuals + (tl.load(residual + d, mask=mask),)
+            residual += r_t
+        else:
+            residuals = rows
+    for i in tl.static_range(BT):
+        taps = window + (rows[i].to(tl.float32),)
+        window = taps[1:]
+        if ALL:
+            _step(y, column, offset, taps, residuals[i], d, inside, W, SILU, HAS_RESIDUAL)
+        else:
+            # a branch, not a mask: of many short sequences most steps would be nothing else
+            if i < count:
+                _step(y, column, offset, taps, residuals[i], d, inside, W, SILU, HAS_RESIDUAL)
+        y += y_t
+    return x, residual, y, window
 
 
 @triton.jit
@@ -53,14 +167,13 @@ def _convolve(
     cu_seqlens,
     y,
     b,
-    tile,
-    d,
+    begin,
+    first,
     T,
     D,
     N,
     levels,
     x_t,
-    r_b,
     r_t,
     w_d,
     w_w,
@@ -74,42 +187,60 @@ def _convolve(
     HAS_RESIDUAL: tl.constexpr,
     HAS_STATE: tl.constexpr,
     PACKED: tl.constexpr,
-    BT: tl.constexpr,
+    DENSE: tl.constexpr,
+    R: tl.constexpr,
     BD: tl.constexpr,
+    BT: tl.constexpr,
 ):
-    """A tile of y."""
-    t = tile * BT + tl.arange(0, BT)
-    there = (t < T)[:, None] & (d < D)[None, :]
-    step = t
-    n = tl.zeros_like(t) + b
-    if PACKED:
-        n = sequence_of(t, cu_seqlens, N, levels).to(tl.int64)
-        step = t - _bound(cu_seqlens, n, T, t < T)
-    at = t.to(tl.int64)
-    acc = tl.zeros([BT, BD], tl.float32)
-    if HAS_BIAS:
-        acc += tl.load(bias + d * bias_d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    """R steps of y from `begin` on, sequence by sequence. x, residual, y begin with the row of the batch."""
+    d = first + tl.arange(0, BD)
+    same = tl.zeros_like(d)  # a mask of one answer for all
+    inside = d < D
+    column = ()
+    read = _columns(weight, first, D - first, w_d, w_w, W, DENSE, BD)
     for w in tl.static_range(W):
-        row = tl.load(weight + d * w_d + w * w_w, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        mask = there & (step >= W - 1 - w)[:, None]
-        tap = tl.load(x + (at - (W - 1 - w))[:, None] * x_t + d[None, :], mask=mask, other=0.0)
-        acc += row * tap.to(tl.float32)
-    if HAS_STATE:
-        if tl.min(tl.where(t < T, step, W)) < W - 1:
-            for w in tl.static_range(W - 1):
-                row = tl.load(weight + d * w_d + w * w_w, mask=d < D, other=0.0).to(tl.float32)[None, :]
-                mask = there & (step < W - 1 - w)[:, None]
-                place = (
-                    state
-                    + (n * s_n + tl.maximum(step + w + 1, 0).to(tl.int64) * s_w)[:, None]
-                    + d[None, :].to(tl.int64) * s_d
-                )
-                acc += row * tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    acc = _activated(acc, SILU)
-    if HAS_RESIDUAL:
-        place = residual + b * r_b + at[:, None] * r_t + d[None, :]
-        acc += tl.load(place, mask=there, other=0.0).to(tl.float32)
-    tl.store(y + (b * T + at)[:, None] * D + d[None, :], acc.to(y.dtype.element_ty), mask=there)
+        column = column + (read[w].to(tl.float32),)
+    offset = tl.zeros([BD], tl.float32)
+    if HAS_BIAS:
+        offset += tl.load(bias + d * bias_d, mask=inside, other=0.0).to(tl.float32)
+    stop = tl.minimum(begin + R, T)
+    t = begin
+    while t < stop:
+        n = b
+        start = 0
+        end = stop
+        if PACKED:
+            n = tl.max(sequence_of(t + tl.zeros([1], tl.int32), cu_seqlens, N, levels)).to(tl.int64)
+            start = _bound(cu_seqlens, n, T, True)
+            end = tl.minimum(_bound(cu_seqlens, n + 1, T, True), stop)
+            end = tl.where(end > t, end, stop)  # whatever the lengths, there is an end to this
+        window = ()
+        for w in tl.static_range(W - 1):
+            before = t - (W - 1) + w
+            place = x + tl.cast(before, tl.int64) * x_t + d
+            tap = tl.load(place, mask=inside & (same + before >= start), other=0.0).to(tl.float32)
+            if HAS_STATE:
+                place = state + n * s_n + tl.cast(tl.maximum(W + before - start, 0), tl.int64) * s_w + d.to(tl.int64) * s_d
+                tap += tl.load(place, mask=inside & (same + before < start), other=0.0).to(tl.float32)
+            window = window + (tap,)
+        at = tl.cast(t, tl.int64)
+        x_row = x + at * x_t
+        y_row = y + at * D
+        r_row = y_row
+        if HAS_RESIDUAL:
+            r_row = residual + at * r_t
+        # a few steps at a time
+        for _ in range((end - t) // BT):
+            x_row, r_row, y_row, window = _steps(
+                *(x_row, r_row, y_row, column, offset, window, BT, d, inside, x_t, r_t, D),
+                *(W, SILU, HAS_RESIDUAL, BT, True),
+            )
+        if (end - t) % BT > 0:
+            _steps(
+                *(x_row, r_row, y_row, column, offset, window, (end - t) % BT, d, inside, x_t, r_t, D),
+                *(W, SILU, HAS_RESIDUAL, BT, False),
+            )
+        t = end
 
 
 @triton.jit
@@ -181,11 +312,13 @@ def _forward(
     HAS_RESIDUAL: tl.constexpr,
     HAS_STATE: tl.constexpr,
     PACKED: tl.constexpr,
-    BT: tl.constexpr,
+    DENSE: tl.constexpr,
+    R: tl.constexpr,
     BD: tl.constexpr,
     BW: tl.constexpr,
+    BT: tl.constexpr,
 ):
-    """Grid (B * (tiles + extra) * ceil(D / BD),): the extra programs write final states `[N, D, W]`.
+    """Grid (B * (tiles + extra) * ceil(D / BD),): a tile is R steps; the extra programs write final states `[N, D, W]`.
 
     Args:
         x, residual: `[B, T, D]` by strides, the last 1; y: `[B, T, D]`, contiguous.
@@ -193,12 +326,15 @@ def _forward(
     """
     blocks = tl.cdiv(D, BD)
     pid = tl.program_id(0)
-    d = (pid % blocks) * BD + tl.arange(0, BD)
+    first = (pid % blocks) * BD
     tile = pid // blocks
     b = (tile // (tiles + extra)).to(tl.int64)
     tile = tile % (tiles + extra)
     x += b * x_b
     if tile < tiles:
+        if HAS_RESIDUAL:
+            residual += b * r_b
+        y += b * T * D
         _convolve(
             x,
             weight,
@@ -208,14 +344,13 @@ def _forward(
             cu_seqlens,
             y,
             b,
-            tile,
-            d,
+            tile * R,
+            first,
             T,
             D,
             N,
             levels,
             x_t,
-            r_b,
             r_t,
             w_d,
             w_w,
@@ -229,8 +364,10 @@ def _forward(
             HAS_RESIDUAL,
             HAS_STATE,
             PACKED,
-            BT,
+            DENSE,
+            R,
             BD,
+            BT,
         )
     elif final is not None:
         _last_steps(
@@ -239,7 +376,7 @@ def _forward(
             cu_seqlens,
             final,
             b + (tile - tiles),
-            d,
+            first + tl.arange(0, BD),
             T,
             D,
             x_t,
@@ -610,32 +747,52 @@ def _update(
     SILU: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    DENSE_CACHE: tl.constexpr,
+    DENSE: tl.constexpr,
+    BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Grid (N * ceil(D / BD),): a step of one sequence. x, residual `[N, D]` by strides, the last 1; y contiguous."""
+    """Grid (ceil(N / BN) * ceil(D / BD),): a step of BN sequences.
+
+    Args:
+        x, residual: `[N, D]` by strides, the last 1; y: `[N, D]`, contiguous.
+        cache: `[N, D, W]`, weight: `[D, W]`, bias: `[D]`, by strides; DENSE_CACHE, DENSE: see `_columns`.
+    """
     blocks = tl.cdiv(D, BD)
-    n = (tl.program_id(0) // blocks).to(tl.int64)
-    d = (tl.program_id(0) % blocks) * BD + tl.arange(0, BD)
-    mask = d < D
-    now = tl.load(x + n * x_n + d, mask=mask, other=0.0)
-    place = cache + n * c_n + d.to(tl.int64) * c_d
+    row = tl.program_id(0) // blocks * BN
+    first = (tl.program_id(0) % blocks) * BD
+    d = first + tl.arange(0, BD)
     past = ()
-    acc = tl.zeros([BD], tl.float32)
+    steps = ()
+    residuals = ()
+    for i in tl.static_range(BN):
+        n = tl.cast(row + i, tl.int64)
+        there = tl.where(row + i < N, D, 0)
+        mask = d < there
+        past = past + (_columns(cache + n * c_n, first, there - first, c_d, c_w, W, DENSE_CACHE, BD),)
+        steps = steps + (tl.load(x + n * x_n + d, mask=mask, other=0.0),)
+        if HAS_RESIDUAL:
+            residuals = residuals + (tl.load(residual + n * r_n + d, mask=mask, other=0.0),)
+    read = _columns(weight, first, D - first, w_d, w_w, W, DENSE, BD)
+    offset = tl.zeros([BD], tl.float32)
     if HAS_BIAS:
-        acc += tl.load(bias + d * bias_d, mask=mask, other=0.0).to(tl.float32)
-    for w in tl.static_range(W - 1):
-        past = past + (tl.load(place + tl.cast(w + 1, tl.int64) * c_w, mask=mask, other=0.0),)
-        acc += tl.load(weight + d * w_d + w * w_w, mask=mask, other=0.0).to(tl.float32) * past[w].to(tl.float32)
-    acc += tl.load(weight + d * w_d + (W - 1) * w_w, mask=mask, other=0.0).to(tl.float32) * now.to(tl.float32)
-    acc = _activated(acc, SILU)
-    if HAS_RESIDUAL:
-        acc += tl.load(residual + n * r_n + d, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + n * D + d, acc.to(y.dtype.element_ty), mask=mask)
+        offset += tl.load(bias + d * bias_d, mask=d < D, other=0.0).to(tl.float32)
     # everything is read before anything is written over
     tl.debug_barrier()
-    for w in tl.static_range(W - 1):
-        tl.store(place + tl.cast(w, tl.int64) * c_w, past[w], mask=mask)
-    tl.store(place + tl.cast(W - 1, tl.int64) * c_w, now.to(cache.dtype.element_ty), mask=mask)
+    for i in tl.static_range(BN):
+        n = tl.cast(row + i, tl.int64)
+        there = tl.where(row + i < N, D, 0)
+        mask = d < there
+        taps = past[i][1:]
+        acc = offset
+        for w in tl.static_range(W - 1):
+            acc += read[w].to(tl.float32) * taps[w].to(tl.float32)
+        acc = _activated(acc + read[W - 1].to(tl.float32) * steps[i].to(tl.float32), SILU)
+        if HAS_RESIDUAL:
+            acc += residuals[i].to(tl.float32)
+        tl.store(y + n * D + d, acc.to(y.dtype.element_ty), mask=mask)
+        taps = taps + (steps[i].to(cache.dtype.element_ty),)
+        _store_columns(cache + n * c_n, taps, first, there - first, c_d, c_w, W, DENSE_CACHE, BD)
 
 
 def _strides(x: torch.Tensor | None, count: int) -> tuple[int, ...]:
@@ -663,24 +820,32 @@ def launch_forward(
     if output_final_state:
         dtype = x.dtype if initial_state is None else initial_state.dtype
         final = torch.empty((count, D, W), dtype=dtype, device=x.device)
-    tiles, extra = -(-length // STEPS), 0
+    many = batch * length * D > 1 << 25
+    run, width = RUNS[many], WIDTHS[many]
+    channels = 32 * width // x.element_size() // (1 if W <= 4 else 2)  # for as many registers
+    block = min(triton.next_power_of_2(max(D, 1)), channels)
+    tiles, extra = -(-length // run), 0
     if final is not None:
         extra = 1 if cu_seqlens is None else count
-    block = min(triton.next_power_of_2(max(D, 1)), CHANNELS)
     programs = batch * (tiles + extra) * -(-D // block)
     if programs:
         with on_device_of(x):
-            # a few tiles do not fill a GPU, and are done sooner by more threads
             _forward[(programs,)](
                 *(x, weight, bias, residual, initial_state, cu_seqlens, y, final),
                 *(length, D, count, tiles, extra, count.bit_length()),
                 *(*_strides(x, 2), *_strides(residual, 2), *weight.stride(), *_strides(bias, 1)),
                 *_strides(initial_state, 3),
                 *(W, silu, bias is not None, residual is not None, initial_state is not None, cu_seqlens is not None),
-                *(STEPS, block, triton.next_power_of_2(W)),
-                num_warps=2 if programs > 4 * MANY else 4,
+                *(_dense(weight), run, block, triton.next_power_of_2(W), AT_ONCE),
+                num_warps=1,
             )
     return y, final
+
+
+def _dense(rows: torch.Tensor) -> bool:
+    """Whether each of the rows `[..., D, W]` is one access of a power of two, or two of them."""
+    width = rows.shape[-1]
+    return width in (2, 4, 8) and rows.stride()[-2:] == (width, 1)
 
 
 def launch_backward(
@@ -742,9 +907,12 @@ def launch_update(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, residual = in_rows(x), None if residual is None else in_rows(residual)
     weight, bias, stored = as_stored(weight), as_stored(bias), as_stored(cache)
-    block = min(triton.next_power_of_2(max(D, 1)), 256)
     count = cache.shape[0]
-    programs = count * -(-D // block)
+    # of as many channels as 16 bytes of the cache hold, so that each thread keeps to its own
+    channels = 32 * UPDATE_WARPS * max(16 // (W * stored.element_size()), 1)
+    block = min(triton.next_power_of_2(max(D, 1)), channels)
+    rows = UPDATE_ROWS[count * D > 4 * MANY * channels]
+    programs = -(-count // rows) * -(-D // block)
     if programs:
         with on_device_of(x):
             _update[(programs,)](
@@ -761,8 +929,8 @@ def launch_update(
                     0 if residual is None else _step_stride(residual),
                 ),
                 *(*stored.stride(), *weight.stride(), *_strides(bias, 1)),
-                *(W, silu, bias is not None, residual is not None, block),
-                num_warps=2,
+                *(W, silu, bias is not None, residual is not None, _dense(stored), _dense(weight), rows, block),
+                num_warps=UPDATE_WARPS,
             )
     if stored is not cache:
         cache.copy_(stored)
