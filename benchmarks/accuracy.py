@@ -5,8 +5,7 @@ needed, and none is used. A GPU sums products in another order, and its figures 
     python benchmarks/accuracy.py --json benchmarks/results/accuracy.json --fla folder/of/fla-core
 
 FLA runs in a process of its own: put the folder that its distribution was unpacked into after --fla. `einops`, which it
-imports, must be installed. `tests/ops/test_accuracy.py` holds our kernels to 1.1 times what FLA's rows say, and names what
-is above that.
+imports, must be installed. `tests/ops/test_accuracy.py` holds our kernels to 1.1 times what FLA's rows say.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The chunked delta rules in half precision have at most 1.1 times the errors of flash-linear-attention 0.6.0 on the same
-inputs, but for `ABOVE`: what `benchmarks/accuracy.py` has found, and our kernels of now in some of its cases."""
+inputs: what `benchmarks/accuracy.py` has found, and our kernels of now in some of its cases."""
 
 import importlib
 import json
@@ -12,8 +12,6 @@ from tests.markdown import ROOT
 
 FLA = 'flash-linear-attention'
 MOST = 1.1
-# What is above it, mostly because the factors of KDA's scores are rounded to 16 bits. Not a bound: a mend must take it out.
-ABOVE = {('kda', 'bfloat16', 0.1): {'dbeta'}}
 
 
 @pytest.fixture
@@ -47,7 +45,7 @@ def test_what_was_measured(accuracy, recorded):
         for dtype in accuracy.DTYPES:
             for strength in accuracy.STRENGTHS:
                 found = beyond(recorded['default', op, dtype, strength], recorded[FLA, op, dtype, strength])
-                assert found.keys() == ABOVE.get((op, dtype, strength), set()), (op, dtype, strength, found)
+                assert not found, (op, dtype, strength)
 
 
 @pytest.mark.interpreted

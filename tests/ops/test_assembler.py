@@ -2,6 +2,7 @@
 
 import os
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -151,6 +152,75 @@ def test_what_is_compiled(monkeypatch, function, dim, lens):
     products = {one.name: one.kernel.asm['ttgir'].count('warp_group_dot ') for one in compiled}
     may = dim == 128 and lens is None
     assert (sum(products.values()) > 0) is may, products
+
+
+@pytest.mark.triton
+@pytest.mark.slow
+def test_kernels_of_strong_decays_keep_from_wgmma(monkeypatch):
+    """The others of the same call, which are compiled beside them, do not lose it."""
+    pytest.importorskip('triton')
+    monkeypatch.setattr(assembler, 'is_sound', lambda: False)
+    monkeypatch.setattr(assembler, 'triton_version', lambda: (3, 6))
+    from fla.ops.kda.kernels.launch import Settings, chunk_backward, chunk_forward
+    from tests.triton_support.compile_only import compile_only
+
+    q, k, v, g, beta, _ = case(KDA[0], dtype=torch.bfloat16, T=8, K=128, V=128).tensors.values()
+    settings = Settings(1.0)
+    with compile_only((9, 0)) as compiled:
+        o, _, saved, _ = chunk_forward(q, k, v, g, beta, settings)
+        chunk_backward(saved, settings, o)
+    asynchronous = {}
+    for one in compiled:
+        asynchronous.setdefault(one.name, set()).add('warp_group_dot ' in one.kernel.asm['ttgir'])
+    assert asynchronous['prepare'] == asynchronous['pairs_backward'] == asynchronous['states_backward'] == {True}
+    assert asynchronous['prepare_by_halves'] == {False}
+    assert asynchronous['channels_backward'] == {True, False}
+    assert os.environ.get(VARIABLE, '0') == '0'
+
+
+def test_a_sound_assembler_gets_every_kernel(monkeypatch):
+    class Kernel:
+        seen: ClassVar = []
+
+        def _do_compile(self, *args, **options):
+            self.seen.append((os.environ.get(VARIABLE, '0'), args, options))
+            return 'compiled'
+
+    kernel = assembler.without_wgmma(Kernel())
+    for sound in (True, False):
+        monkeypatch.setattr(assembler, 'is_sound', lambda sound=sound: sound)
+        assert kernel._do_compile(1, warmup=True) == 'compiled'
+        assert assembler.is_without_wgmma(kernel) is not sound
+    assert Kernel.seen == [('0', (1,), {'warmup': True}), ('1', (1,), {'warmup': True})]
+    assert not assembler.is_without_wgmma(Kernel())
+
+
+def test_a_kernel_of_the_interpreter_is_left_alone():
+    kernel = object()
+    assert assembler.without_wgmma(kernel) is kernel
+    assert not assembler.is_without_wgmma(kernel)
+
+
+@pytest.mark.usefixtures('unsound_hopper')
+def test_a_fork_while_another_thread_has_the_variable_set():
+    inside, over = threading.Event(), threading.Event()
+
+    def hold():
+        with assembler.products_of_an_a100():
+            inside.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if not child:
+        with assembler.products_of_an_a100():
+            within = os.environ[VARIABLE]
+        os._exit(0 if (within, os.environ[VARIABLE]) == ('1', '0') else 1)
+    over.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.usefixtures('unsound_hopper')

@@ -4,7 +4,7 @@ Triton before 3.9 assembles for Hopper with ptxas 12.8 or 12.9, which miscompile
 products (wgmma): wrong numbers, or accesses outside of memory, while their neighbours are right (flash-linear-attention #640
 and #1262, Triton #11366 and #11781; mended in CUDA 13.1 and 13.3). Kernels that a card has shown to be right keep wgmma
 there. The others are compiled to the products of an A100, which Triton does while DISABLE_MMA_V3 is set; its caches on disk
-know the variable.
+know the variable. `sound_products` says it of all kernels of a call, `without_wgmma` of one kernel.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,17 +25,74 @@ from fla.ops.common.triton_call import triton_version
 from fla.utils.devices import capability_of
 
 _VARIABLE = 'DISABLE_MMA_V3'
-# Compilation reads the variable: one thread at a time has it set.
-_lock = threading.RLock()
+
+Kernel = TypeVar('Kernel')
 
 
-def _new_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
+class _Asking:
+    """How many threads want the variable set, and what it was before."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+        self.before: str | None = None
 
 
-# another thread may hold it during a fork, and does not exist in the child
-in_forked_children(_new_lock)
+_asking = _Asking()
+
+
+def _ask_anew() -> None:
+    global _asking
+    if _asking.count:
+        os.environ[_VARIABLE] = _asking.before or '0'
+    _asking = _Asking()
+
+
+# another thread may hold the lock, or have the variable set, during a fork, and does not exist in the child
+in_forked_children(_ask_anew)
+
+
+@contextlib.contextmanager
+def products_of_an_a100() -> Iterator[None]:
+    """Within it, on whichever thread, what is compiled for Hopper has no wgmma."""
+    asking = _asking
+    with asking.lock:
+        if not asking.count:
+            asking.before = os.environ.get(_VARIABLE)
+            os.environ[_VARIABLE] = '1'
+        asking.count += 1
+    try:
+        yield
+    finally:
+        with asking.lock:
+            asking.count -= 1
+            if not asking.count:
+                # '0' instead of deleting it: a thread that copies the environment meanwhile must not miss a name
+                os.environ[_VARIABLE] = asking.before or '0'
+
+
+def without_wgmma(kernel: Kernel) -> Kernel:
+    """For a kernel of `triton.jit` that an assembler with these faults got wrong, or may: from then on it is compiled by
+    such a one to the products of an A100, whichever call it is part of. See `is_without_wgmma`."""
+    # private, but of releases that will not change: a later Triton's assembler has none of these faults
+    compile_one: Any = getattr(kernel, '_do_compile', None)
+    if compile_one is not None:  # not under Triton's interpreter
+
+        @functools.wraps(compile_one)
+        def compiled(*args: Any, **options: Any) -> Any:
+            if is_sound():
+                return compile_one(*args, **options)
+            with products_of_an_a100():
+                return compile_one(*args, **options)
+
+        kernel._do_compile = compiled  # type: ignore[attr-defined]
+        kernel._without_wgmma = True  # type: ignore[attr-defined]
+    return kernel
+
+
+def is_without_wgmma(kernel: object) -> bool:
+    """Whether compiling it disturbs what another thread compiles meanwhile, which would lose wgmma too."""
+    return getattr(kernel, '_without_wgmma', False) and not is_sound()
 
 
 def is_sound() -> bool:
@@ -76,11 +134,5 @@ def sound_products(k: torch.Tensor, v: torch.Tensor, shown: bool) -> Iterator[No
     if keeps_wgmma(k, v, shown):
         yield
         return
-    with _lock:
-        before = os.environ.get(_VARIABLE)
-        os.environ[_VARIABLE] = '1'
-        try:
-            yield
-        finally:
-            # '0' instead of deleting it: a thread that copies the environment meanwhile must not miss a name
-            os.environ[_VARIABLE] = '0' if before is None else before
+    with products_of_an_a100():
+        yield

@@ -17,6 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from fla.ops.common.assembler import is_without_wgmma
+
 P = ParamSpec('P')
 R = TypeVar('R')
 
@@ -24,9 +26,9 @@ _INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
 
 
 class _Collected(threading.local):
-    """What this thread would have launched; None where it launches."""
+    """What this thread would have launched, kernel by kernel; None where it launches."""
 
-    calls: list[Callable[[], Any]] | None = None
+    calls: list[tuple[Any, Callable[[], Any]]] | None = None
 
 
 _collected = _Collected()
@@ -39,7 +41,7 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
         return kernel[grid]  # type: ignore[no-any-return]
 
     def collect(*args: Any, **options: Any) -> None:
-        calls.append(functools.partial(kernel.warmup, *args, grid=grid, **options))
+        calls.append((kernel, functools.partial(kernel.warmup, *args, grid=grid, **options)))
 
     return collect
 
@@ -110,9 +112,13 @@ def _compile_all(function: Callable[[], Any]) -> None:
     if len(calls) < 2:
         return
     device = torch.cuda.current_device() if _on_cuda() else None
-    with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1)) as pool:
-        for call in calls:
-            pool.submit(_compile, call, device)
+    # while a kernel is compiled without wgmma, none can be compiled with it
+    first = [call for kernel, call in calls if is_without_wgmma(kernel)]
+    for some in (first, [call for kernel, call in calls if not is_without_wgmma(kernel)]):
+        if some:
+            with ThreadPoolExecutor(min(len(some), os.cpu_count() or 1)) as pool:
+                for call in some:
+                    pool.submit(_compile, call, device)
 
 
 def _compile(call: Callable[[], Any], device: int | None) -> None:

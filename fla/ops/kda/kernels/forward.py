@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fla.ops.common.assembler import without_wgmma
 from fla.ops.common.kernels.gates import beta_of, exp32, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
 from fla.ops.common.kernels.solve import below, spread, unit_lower_inverse
@@ -90,6 +91,59 @@ def level_scores(
     for_k += tl.where(meet, tl.dot(ke, tl.trans(ke), input_precision=PRECISION), 0.0)
     for_q += tl.where(meet, tl.dot(qe, tl.trans(ke), input_precision=PRECISION), 0.0)
     return for_q, for_k
+
+
+@triton.jit(do_not_specialize=['T'])
+def decays(
+    g,
+    A_log,
+    dt_bias,
+    G,
+    far,
+    cu_seqlens,
+    table,
+    lower_bound,
+    near,
+    T,
+    g_b,
+    g_t,
+    g_h,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Grid (rows * HV,). Written: the running log decay G of each chunk, float32 or float64 `[B, T, HV, K]`, contiguous; and
+    `far`, int32 `[rows, HV]`: 1 where in any channel a step is further than `near` from the middle of its chunk. A kernel of
+    its own, because a scan and reductions in the loop of `prepare` cost more time than reading G again."""
+    pid = tl.program_id(0)
+    row, hv = pid // HV, pid % HV
+    n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
+    if n < 0:
+        return
+    first = start + c * SIZE
+    count = tl.minimum(end - first, SIZE)
+    steps = tl.arange(0, SIZE)
+    batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
+    g_ptr = g + batch64 * g_b + first64 * g_t + hv.to(tl.int64) * g_h
+    G_ptr = G + ((batch64 * T + first64) * HV + hv) * K
+    furthest = 0.0
+    for i in range(0, K, BK):
+        cols = i + tl.arange(0, BK)
+        mask = (steps < count)[:, None] & (cols[None, :] < K)
+        gate = tl.load(g_ptr + steps[:, None].to(tl.int64) * g_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        gate = gate_of(gate, hv, cols, cols < K, A_log, dt_bias, lower_bound, K, GATE, HAS_A, HAS_BIAS, BOUNDED)
+        Gc = tl.cumsum(tl.where(mask, gate, 0.0).to(G.dtype.element_ty), 0)
+        tl.store(G_ptr + steps[:, None] * HV * K + cols[None, :], Gc, mask=mask)
+        middle = tl.sum(tl.where((steps == count // 2)[:, None], Gc, 0.0), 0)
+        away = tl.where(mask, tl.abs(Gc - middle[None, :]), 0.0).to(tl.float32)
+        furthest = tl.maximum(furthest, tl.max(tl.max(away, 1), 0))
+    tl.store(far + pid, tl.where(furthest <= near, 0, 1))
 
 
 @triton.jit
@@ -210,10 +264,7 @@ def prepare(
     q,
     k,
     v,
-    g,
     beta,
-    A_log,
-    dt_bias,
     G,
     far,
     attend,
@@ -227,7 +278,6 @@ def prepare(
     cu_seqlens,
     table,
     scale,
-    lower_bound,
     T,
     q_b,
     q_t,
@@ -238,9 +288,6 @@ def prepare(
     v_b,
     v_t,
     v_h,
-    g_b,
-    g_t,
-    g_h,
     b_b,
     b_t,
     b_h,
@@ -250,27 +297,24 @@ def prepare(
     V: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
+    WIDE: tl.constexpr,
     BV: tl.constexpr,
     NORMALISE: tl.constexpr,
-    GATE: tl.constexpr,
-    HAS_A: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BOUNDED: tl.constexpr,
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
     FULL: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written, `[B, T, HV, ·]` and contiguous: w (K), u (V), kg (K), qg (K), and the scores scale q k of
-    each step with those before it, `attend` (SIZE), and with itself, `selves` (float32). With FULL also the running log
-    decay G (wide, K), the scores `lower` = tril(k k, -1) in float32 (SIZE), and the inverse (I + beta lower)^-1 (SIZE);
-    without it the last row of G in each chunk. And `far` `[rows, HV]`: 1 where all but that is left to
-    `prepare_by_halves`."""
+    """Grid (rows * HV,). Written, of near chunks, `[B, T, HV, ·]` and contiguous: w (K), u (V), kg (K), qg (K), and the
+    scores scale q k of each step with those before it, `attend` (SIZE), and with itself, `selves` (float32). With FULL also
+    the scores `lower` = tril(k k, -1) in float32 (SIZE), and the inverse (I + beta lower)^-1 (SIZE). G, far: of `decays`."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
     if n < 0:
+        return
+    if tl.load(far + pid) == 1:
         return
     first = start + c * SIZE
     count = tl.minimum(end - first, SIZE)
@@ -281,38 +325,34 @@ def prepare(
     q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
     k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
     v_ptr = v + batch64 * v_b + first64 * v_t + hv64 * v_h
-    g_ptr = g + batch64 * g_b + first64 * g_t + hv64 * g_h
     b_ptr = beta + batch64 * b_b + first64 * b_t + hv64 * b_h
     token = (batch64 * T + first64) * HV + hv
     own = steps[:, None].to(tl.int64) * HV
     time = steps[:, None].to(tl.int64)
-    diagonal, q_norm, k_norm = rows(q_ptr, q_t, k_ptr, k_t, time, inside, K, BK, NORMALISE)
+    diagonal, q_norm, k_norm = rows(q_ptr, q_t, k_ptr, k_t, time, inside, K, WIDE, NORMALISE)
     for_k = tl.zeros([SIZE, SIZE], tl.float32)
     for_q = tl.zeros([SIZE, SIZE], tl.float32)
-    furthest = 0.0
+    G_ptr = G + token * K
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
         at = own * K + cols[None, :]
-        gate = tl.load(g_ptr + time * g_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        Gc = tl.load(G_ptr + at, mask=mask, other=0.0)
+        G_last = tl.load(G_ptr + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
         Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
-        gate = gate_of(gate, hv, cols, cols < K, A_log, dt_bias, lower_bound, K, GATE, HAS_A, HAS_BIAS, BOUNDED)
-        Gc = tl.cumsum(tl.where(mask, gate, 0.0).to(G.dtype.element_ty), 0)
-        tl.store(G + token * K + at, Gc, mask=mask if FULL else mask & (steps == count - 1)[:, None])
-        middle = tl.sum(tl.where((steps == count // 2)[:, None], Gc, 0.0), 0)
-        G_last = tl.sum(tl.where((steps == count - 1)[:, None], Gc, 0.0), 0)
-        away = tl.where(mask, Gc - middle[None, :], 0.0).to(tl.float32)
-        furthest = tl.maximum(furthest, tl.max(tl.max(tl.abs(away), 1), 0))
-        later = tl.exp(away)
-        sooner = tl.trans((keys.to(tl.float32) * tl.exp(-away)).to(keys.dtype))
-        for_k += tl.dot((keys.to(tl.float32) * later).to(keys.dtype), sooner, input_precision=PRECISION)
-        for_q += tl.dot((Q.to(tl.float32) * later).to(Q.dtype), sooner, input_precision=PRECISION)
+        away = from_middle(Gc, G_ptr, cols, cols < K, mask, count, HV, K)
+        later = exp32(away)
+        sooner = keys.to(tl.float32) * exp32(-away)
+        high = sooner.to(keys.dtype)
+        queries = (Q.to(tl.float32) * later).to(Q.dtype)
+        for_k += tl.dot((keys.to(tl.float32) * later).to(keys.dtype), tl.trans(high), input_precision=PRECISION)
+        for_q += tl.dot(queries, tl.trans(high), input_precision=PRECISION)
+        if Q.dtype != tl.float32:
+            # what rounding takes from these is most of the error in the gradient of beta, and much of that in o
+            low = (sooner - high.to(tl.float32)).to(Q.dtype)
+            for_q += tl.dot(queries, tl.trans(low), input_precision=PRECISION)
         store_decayed(Q, keys, Gc, G_last, q_norm * scale, k_norm, at, mask, w + token * K, kg + token * K, qg + token * K)
-    near = furthest <= 60.0
-    tl.store(far + pid, tl.where(near, 0, 1))
-    if not near:
-        return
     A = store_scores(
         for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend, selves, lower, token, HV, SIZE, FULL
     )
@@ -321,15 +361,13 @@ def prepare(
     store_updates(A, bt, k_norm, v_ptr, v_t, steps, inside, inverse, w, u, token, HV, K, V, SIZE, BK, BV, FULL, PRECISION)
 
 
+@without_wgmma
 @triton.jit(do_not_specialize=['T'])
 def prepare_by_halves(
     q,
     k,
     v,
-    g,
     beta,
-    A_log,
-    dt_bias,
     G,
     far,
     attend,
@@ -343,7 +381,6 @@ def prepare_by_halves(
     cu_seqlens,
     table,
     scale,
-    lower_bound,
     T,
     q_b,
     q_t,
@@ -354,9 +391,6 @@ def prepare_by_halves(
     v_b,
     v_t,
     v_h,
-    g_b,
-    g_t,
-    g_h,
     b_b,
     b_t,
     b_h,
@@ -366,19 +400,16 @@ def prepare_by_halves(
     V: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
+    WIDE: tl.constexpr,
     BV: tl.constexpr,
     NORMALISE: tl.constexpr,
-    GATE: tl.constexpr,
-    HAS_A: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BOUNDED: tl.constexpr,
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
     FULL: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). All that `prepare` writes and the whole of G, of far chunks."""
+    """Grid (rows * HV,). What `prepare` writes, of far chunks."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -395,38 +426,26 @@ def prepare_by_halves(
     q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
     k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
     v_ptr = v + batch64 * v_b + first64 * v_t + hv64 * v_h
-    g_ptr = g + batch64 * g_b + first64 * g_t + hv64 * g_h
     b_ptr = beta + batch64 * b_b + first64 * b_t + hv64 * b_h
     token = (batch64 * T + first64) * HV + hv
     own = steps[:, None].to(tl.int64) * HV
     time = steps[:, None].to(tl.int64)
-    diagonal, q_norm, k_norm = rows(q_ptr, q_t, k_ptr, k_t, time, inside, K, BK, NORMALISE)
+    diagonal, q_norm, k_norm = rows(q_ptr, q_t, k_ptr, k_t, time, inside, K, WIDE, NORMALISE)
     for_k = tl.zeros([SIZE, SIZE], tl.float32)
     for_q = tl.zeros([SIZE, SIZE], tl.float32)
     G_ptr = G + token * K
-    for i in range(0, K, BK):
-        cols = i + tl.arange(0, BK)
-        mask = inside[:, None] & (cols[None, :] < K)
-        at = own * K + cols[None, :]
-        gate = tl.load(g_ptr + time * g_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        gate = gate_of(gate, hv, cols, cols < K, A_log, dt_bias, lower_bound, K, GATE, HAS_A, HAS_BIAS, BOUNDED)
-        Gc = tl.cumsum(tl.where(mask, gate, 0.0).to(G.dtype.element_ty), 0)
-        tl.store(G_ptr + at, Gc, mask=mask)
-        G_last = tl.sum(tl.where((steps == count - 1)[:, None], Gc, 0.0), 0)
-        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
-        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
-        store_decayed(Q, keys, Gc, G_last, q_norm * scale, k_norm, at, mask, w + token * K, kg + token * K, qg + token * K)
-    # G is read back below, by other threads
-    tl.debug_barrier()
     near_k = tl.zeros([4, 16, 16], tl.float32)
     near_q = tl.zeros([4, 16, 16], tl.float32)
     steps3 = tl.arange(0, 4)[:, None, None] * 16 + tl.arange(0, 16)[None, :, None]
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
-        Gc = tl.load(G_ptr + own * K + cols[None, :], mask=mask, other=0.0)
+        at = own * K + cols[None, :]
+        Gc = tl.load(G_ptr + at, mask=mask, other=0.0)
+        G_last = tl.load(G_ptr + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
         Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
+        store_decayed(Q, keys, Gc, G_last, q_norm * scale, k_norm, at, mask, w + token * K, kg + token * K, qg + token * K)
         for level in range(2):
             for_q, for_k = level_scores(
                 Q, keys, Gc, G_ptr, steps, cols, mask, count, 32 >> level, for_q, for_k, HV, K, PRECISION

@@ -19,11 +19,13 @@ from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
 from fla.ops.common.kernels.state_backward import states_backward
-from fla.ops.kda.kernels.backward import channels_backward, heads_backward, pairs_backward
-from fla.ops.kda.kernels.forward import outputs, prepare, prepare_by_halves
+from fla.ops.kda.kernels.backward import channels_backward, channels_backward_by_halves, heads_backward, pairs_backward
+from fla.ops.kda.kernels.forward import decays, outputs, prepare, prepare_by_halves
 from fla.utils.devices import capability_of, shared_memory_of
 
 SIZE = 64
+# How far, in log decays, a step of a near chunk may be from the middle: see forward.py.
+NEAR = 60.0
 
 
 @dataclass(frozen=True)
@@ -377,8 +379,9 @@ def within_chunks(
         dA_parts = parts(layout.rows, HV, kblocks, dtype=torch.float32, device=k.device)
     if settings.gate and dt_bias is not None:
         dbias_parts = parts(layout.rows, HV, K, dtype=torch.float32, device=k.device)
-    for by_halves in (False, True):
-        launch(channels_backward, (kblocks * programs,))(
+    for kernel in (channels_backward, channels_backward_by_halves):
+        by_halves = kernel is channels_backward_by_halves
+        launch(kernel, (kblocks * programs,))(
             q,
             k,
             g,
@@ -473,34 +476,45 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
     if full:
         lower, inverse = empty(SIZE, torch.float32), empty(SIZE)
     attend, w, u, kg, qg = (empty(width) for width in (SIZE, K, V, K, K))
-    # float16 has not the range for products through the middle of a chunk: all chunks are far
-    half = k.dtype == torch.float16
     selves = torch.empty(B, T, HV, dtype=torch.float32, device=k.device)
-    far = (torch.ones if half else torch.empty)(layout.rows, HV, dtype=torch.int32, device=k.device)
+    far = torch.empty(layout.rows, HV, dtype=torch.int32, device=k.device)
+    half = k.dtype == torch.float16
+    launch(decays, (layout.rows * HV,))(
+        *(g, A_log, dt_bias, G, far, cu_seqlens, table),
+        # float16 has not the range for products through the middle of a chunk: all chunks are far
+        *(settings.lower_bound or 0.0, -1.0 if half else NEAR, T, *g.stride()[:3]),
+        HV=HV,
+        K=K,
+        SIZE=SIZE,
+        BK=_block(K, 64),
+        GATE=settings.gate,
+        HAS_A=A_log is not None,
+        HAS_BIAS=dt_bias is not None,
+        BOUNDED=settings.lower_bound is not None,
+        PACKED=layout.packed,
+        num_warps=4,
+    )
     for kernel in (prepare_by_halves,) if half else (prepare, prepare_by_halves):
+        wide = k.element_size() == 2 and kernel is prepare
         launch(kernel, (layout.rows * HV,))(
-            *(q, k, v, g, beta, A_log, dt_bias, G, far, attend, selves, lower, inverse, w, u, kg, qg),
-            *(cu_seqlens, table),
-            *(settings.scale, settings.lower_bound or 0.0, T),
-            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride()),
+            *(q, k, v, beta, G, far, attend, selves, lower, inverse, w, u, kg, qg, cu_seqlens, table, settings.scale, T),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *beta.stride()),
             H=H,
             HV=HV,
             K=K,
             V=V,
             SIZE=SIZE,
-            BK=_block(K, 64 if k.element_size() == 2 else 32),
+            BK=_block(K, 64 if wide else 32),
+            WIDE=_block(K, 128 if wide else 32),
             BV=_block(V, 64 if k.element_size() == 2 else 32),
             NORMALISE=settings.normalise,
-            GATE=settings.gate,
-            HAS_A=A_log is not None,
-            HAS_BIAS=dt_bias is not None,
-            BOUNDED=settings.lower_bound is not None,
             SIGMOID=settings.sigmoid,
             DOUBLE=settings.double,
             FULL=full,
             PACKED=layout.packed,
             PRECISION=precision,
             num_warps=4,
+            num_stages=1,
         )
     return _Prepared(G, far, attend, selves, lower, inverse, w, kg, qg, u)
 
