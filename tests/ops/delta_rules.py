@@ -179,11 +179,11 @@ def definition(given: Case, tensors: dict[str, torch.Tensor], recurrence=None):
 
 
 def measure(
-    given: Case, run, recurrence=None, gradients: bool = True, blocks: bool = False, seed: int = 5
+    given: Case, run, recurrence=None, gradients: bool = True, blocks: bool = False, seed: int = 5, scale: float = 1.0
 ) -> dict[str, tuple[float, float, torch.dtype]]:
     """(relative RMS error, worst row, dtype) of every output and gradient of `run(tensors)`, which returns o and the final
     state; `recurrence` as for `definition`. With `blocks`, rows are those of `bounds` off the grid. The gradients of o and
-    of the final state are drawn with `seed`."""
+    of the final state are drawn with `seed`, times `scale`."""
     leaves = {name: like(x).requires_grad_(gradients) for name, x in given.tensors.items()}
     exact = {name: x.detach().double().requires_grad_(gradients) for name, x in given.tensors.items()}
     o, final = run(leaves)
@@ -199,7 +199,7 @@ def measure(
             n: (bounds.relative_rms(*xs), bounds.worst_row(*rows(n, blocks, *xs)), xs[1].dtype) for n, xs in pairs.items()
         }
     torch.manual_seed(seed)
-    do, d_final = torch.randn_like(o), torch.randn_like(final)
+    do, d_final = torch.randn_like(o) * scale, torch.randn_like(final) * scale
     loss = (expected_o * do.double()).sum() + (expected_final * d_final.double()).sum()
     *wanted, d_seen = torch.autograd.grad(loss, [*exact.values(), seen])
     floor = gate_floor(given, seen, d_seen, expected_final, d_final.double())

@@ -81,8 +81,8 @@ def emulate(function, given: Case, recurrence=None) -> dict[str, tuple[float, fl
     largest: dict[str, tuple[float, float]] = {}
     # a dispatch mode holds on its own thread, and the backward of a GPU runs on another one
     with bounds.HalfOperands(given.tensors['q'].dtype), torch.autograd.set_multithreading_enabled(False):
-        for seed in bounds.DRAWS:
-            for name, (rms, row, _) in measure(given, run, recurrence, blocks=True, seed=seed).items():
+        for seed, scale in bounds.DRAWS:
+            for name, (rms, row, _) in measure(given, run, recurrence, blocks=True, seed=seed, scale=scale).items():
                 old = largest.get(name, (0.0, 0.0))
                 largest[name] = max(old[0], rms), max(old[1], row)
     return largest
