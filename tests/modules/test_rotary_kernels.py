@@ -4,6 +4,10 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+import triton
+import triton.language as tl
+
+from fla.modules.kernels.rotary import _quotient, _reciprocal
 from fla.modules.rotary import rotary_embedding
 from fla.ops.backends import trace
 from tests import bounds
@@ -64,6 +68,35 @@ def test_many_rows():
     cos, sin = tensor(7, 16, dtype=torch.bfloat16), tensor(7, 16, dtype=torch.float16)
     x = tensor(3, 7, 5, 32, dtype=torch.bfloat16)
     against(x, cos, sin, bounds.elementwise(torch.bfloat16))
+
+
+@triton.jit
+def divide(n, out, d, reciprocal, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, _quotient(tl.load(n + at), d, reciprocal))
+
+
+@pytest.mark.interpreted
+def test_quotients():
+    """Exact where a product that is cut off is most easily wrong: around multiples of d, up to 2^31."""
+    top = 2**31 - 1
+    for d in (1, 2, 3, 5, 7, 12, 641, 2047, 2048, 2049, 65537, 2**30 - 1, 2**30, 2**30 + 1, top - 1, top):
+        assert _reciprocal(d) >= 2**32  # or Triton made it an argument of 32 bits
+        multiples = [d * (top // d * i // 63) for i in range(64)]
+        n = torch.tensor([max(0, min(top, one + more)) for one in multiples for more in (-1, 0, 1, d // 2)])
+        for dtype in (torch.int32, torch.int64):
+            out = torch.empty(256, dtype=dtype)
+            divide[(1,)](n.to(dtype), out, d, _reciprocal(d), 256)
+            assert torch.equal(out.long(), n // d), d
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('shape', [(5, 1, 3, 32), (2, 9, 1, 32), (1, 3, 40, 16), (40, 1, 1, 8), (2, 3, 16, 32)], ids=str)
+def test_rows_of_several_steps_and_batches(shape):
+    """Programs whose rows are less than a step, or several, or several batch rows."""
+    cos, sin = (tensor(12, shape[3] // 2, dtype=torch.float32) for _ in range(2))
+    for offsets in (0, torch.arange(shape[0]) % 4):
+        against(tensor(*shape, dtype=torch.float32), cos, sin, bounds.elementwise(torch.float32), seqlen_offsets=offsets)
 
 
 @pytest.mark.interpreted
@@ -190,3 +223,4 @@ def test_compiles(capability):
     assert all(one.spilled == 0 for one in compiled)
     assert all('global.b16' not in one.kernel.asm['ptx'] for one in compiled)
     assert all('global.v4.b32' in one.kernel.asm['ptx'] for one in compiled)
+    assert all('div.s32' not in one.kernel.asm['ptx'] for one in compiled)

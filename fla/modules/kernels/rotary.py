@@ -6,6 +6,8 @@ nothing is prepared before the launch.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +32,17 @@ def _table_row(b, t, offset, offsets, cu_seqlens, N, levels, S):
     return tl.minimum(tl.maximum(place, 0), S - 1)
 
 
-@triton.jit(do_not_specialize=['count', 'T', 'H', 'offset', 'N', 'levels', 'S'])
+@triton.jit
+def _quotient(n, d, reciprocal):
+    """n // d. In 32 bits by `_reciprocal(d)`, in a few instructions where a division takes twenty."""
+    if n.dtype == tl.int32:
+        high = tl.umulhi(2 * n.to(tl.uint32), (reciprocal >> 5).to(tl.uint32))
+        return (high >> (reciprocal & 31).to(tl.uint32)).to(tl.int32)
+    else:
+        return n // d
+
+
+@triton.jit(do_not_specialize=['count', 'T', 'H', 'T_reciprocal', 'H_reciprocal', 'offset', 'N', 'levels', 'S'])
 def _rotate(
     x,
     y,
@@ -41,6 +53,8 @@ def _rotate(
     count,
     T,
     H,
+    T_reciprocal,
+    H_reciprocal,
     offset,
     N,
     levels,
@@ -68,10 +82,10 @@ def _rotate(
     live = row < count
     # rows past the end work on the first one, and store nothing
     row = tl.where(live, row, 0)
-    h = (row % H).to(tl.int64)
-    t = row // H
-    b = t // T
-    t = t % T
+    step = _quotient(row, H, H_reciprocal)
+    h = (row - step * H).to(tl.int64)
+    b = _quotient(step, T, T_reciprocal)
+    t = step - b * T
     x += b.to(tl.int64)[:, None] * x_b + t.to(tl.int64)[:, None] * x_t + h[:, None] * x_h
     y += b.to(tl.int64)[:, None] * y_b + t.to(tl.int64)[:, None] * y_t + h[:, None] * y_h
 
@@ -112,6 +126,14 @@ def _rotate(
         tl.store(y + (more + 2 * HALF) * y_d, kept, mask=more_inside)
 
 
+@functools.lru_cache
+def _reciprocal(d: int) -> int:
+    """m, of 32 bits, and s in 5 bits below it: n // d is 2 n m >> 32 >> s for 0 <= n < 2^31, as m d - 2^(31 + s) < d <= 2^s.
+    Never an argument of 32 bits: the first one of m is 1."""
+    s = (d - 1).bit_length()
+    return -(-(1 << (31 + s)) // d) << 5 | s
+
+
 def _launch(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -144,7 +166,8 @@ def _launch(
     warps = min(max(2 * block_half, block_rest) * rows // 512, 16) if rows == 1 else 4
     with on_device_of(x):
         _rotate[(triton.cdiv(B * T * H, rows),)](
-            *(x, y, cos, sin, offsets, cu_seqlens, B * T * H, T, H, offset, count, count.bit_length(), cos.shape[0]),
+            *(x, y, cos, sin, offsets, cu_seqlens, B * T * H, T, H, _reciprocal(T), _reciprocal(H)),
+            *(offset, count, count.bit_length(), cos.shape[0]),
             *(*x.stride(), *y.stride(), cos.stride(0), sin.stride(0)),
             *(half, rest, block_half, block_rest, rows, interleaved, back),
             num_warps=max(warps, 4),
