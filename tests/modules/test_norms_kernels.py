@@ -102,6 +102,14 @@ def test_one_element(kind):
         assert torch.equal(found['total'], tensors['x'] + tensors['residual'])
 
 
+@interpreted
+@pytest.mark.parametrize('dim', [1024, 1025, 4096, 4097])
+@pytest.mark.parametrize('kind', ['rms prenorm', 'layer prenorm'])
+def test_a_stored_sum_around_the_sizes_that_load_weights_ahead(kind, dim):
+    for extras in (('residual',), EVERYTHING):
+        check(kind, given(kind, (2, dim), BF16, extras))
+
+
 # what a call may say beside its tensors
 ARGUMENTS = {
     'a wide sum': ('rms prenorm', {'residual_in_fp32': True}, ('weight', 'bias')),
@@ -444,6 +452,23 @@ def test_every_kind_compiles(capability, dtype):
             kernels.backward(x, None, g, weight, bias, x, None, norm, (dtype, None), wanted)
     print(*compiled, sep='\n')
     assert all(one.spilled == 0 for one in compiled)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize('dtype', [BF16, FP32], ids=str)
+@pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_a_stored_sum_in_wide_accesses(capability, dtype):
+    norms = (kernels.Norm('rms', 1e-5), kernels.Norm('layer', 1e-5))
+    with compile_only(capability) as compiled:
+        for dim in (2048, 4096):
+            x, weight = (torch.empty(*shape, dim, dtype=dtype, device='meta') for shape in ((64,), ()))
+            for norm in norms:
+                kernels.forward(x, x, None, weight, weight, norm, dtype, True)
+    for one in compiled:
+        code = one.kernel.asm['ptx']
+        assert one.spilled == 0
+        assert 'global.v4.b32' in code
+        assert 'global.b16' not in code
 
 
 @pytest.mark.triton
