@@ -110,6 +110,14 @@ def test_a_stored_sum_around_the_sizes_that_load_weights_ahead(kind, dim):
         check(kind, given(kind, (2, dim), BF16, extras))
 
 
+@interpreted
+@pytest.mark.parametrize('shape', [(1, 128), (7, 128), (8, 128), (17, 100), (3, 512), (3, 513), (257, 4)], ids=str)
+@pytest.mark.parametrize('kind', ['l2', 'rms', 'layer prenorm'])
+def test_gradients_without_sums(kind, shape):
+    """No parameter has one: up to 512 a program takes one tile, also where there are several, or the last is not full."""
+    check(kind, given(kind, shape, extras=('residual',)), eps=0.1)
+
+
 # what a call may say beside its tensors
 ARGUMENTS = {
     'a wide sum': ('rms prenorm', {'residual_in_fp32': True}, ('weight', 'bias')),
@@ -452,6 +460,20 @@ def test_every_kind_compiles(capability, dtype):
             kernels.backward(x, None, g, weight, bias, x, None, norm, (dtype, None), wanted)
     print(*compiled, sep='\n')
     assert all(one.spilled == 0 for one in compiled)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_heads_in_one_step(capability):
+    """The backward of what has no parameters has no loop, and rows of a head are read and written 16 bytes at a time."""
+    x = torch.empty(64, 128, dtype=BF16, device='meta')
+    with compile_only(capability) as compiled:
+        kernels.forward(x, None, None, None, None, kernels.Norm('l2', 1e-6), BF16, False)
+        kernels.backward(x, None, None, None, None, x, None, kernels.Norm('l2', 1e-6), (BF16, None), (False, False))
+    assert 'scf.for' not in compiled[1].kernel.asm['ttgir']
+    for one, accesses in zip(compiled, (2, 3), strict=True):
+        assert one.spilled == 0
+        assert one.kernel.asm['ptx'].count('global.v4.b32') == accesses
 
 
 @pytest.mark.triton

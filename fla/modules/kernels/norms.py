@@ -220,15 +220,19 @@ def _backward(
     BD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Every so many-th tile of ROWS whole rows of a group. dweight and dbias `[programs, GROUPS, D]`."""
+    """Every so many-th tile of ROWS whole rows of a group. Where STAGES is 0 there is one each, and no loop: of one constant
+    step the compiler makes none. dweight and dbias `[programs, GROUPS, D]`."""
     first = tl.program_id(1) * D
     col = tl.arange(0, BD)[None, :]
     w = _parameter(weight, first, col, D, 1.0)
     b = _parameter(bias, first, col, D, 0.0)
     dw = tl.zeros((ROWS, BD), tl.float32)
     db = tl.zeros((ROWS, BD), tl.float32)
-    for start in tl.range(tl.program_id(0).to(tl.int64) * ROWS, count, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = (start + tl.arange(0, ROWS))[:, None]
+    own = tl.program_id(0).to(tl.int64) * ROWS
+    for start in tl.range(
+        own if STAGES else 0, count if STAGES else 1, tl.num_programs(0) * ROWS if STAGES else 1, num_stages=STAGES
+    ):
+        row = ((start if STAGES else own) + tl.arange(0, ROWS))[:, None]
         inside = (row < count) & (col < D)
         out = row * (D * GROUPS) + first + col
         s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside)
@@ -386,7 +390,7 @@ def forward(
     if D > IN_REGISTERS[0]:
         _forward_long[(count, norm.num_groups)](*arguments, *strides, norm.eps, **options, BD=TILE, num_warps=16)
         return y, total
-    rule = _forward_rule(D, g is not None, total is not None)
+    rule = _forward_rule(D, norm.kind, g is not None, total is not None)
     grid = (-(-count // rule.ROWS), norm.num_groups)
     _forward[grid](*arguments, count, *strides, norm.eps, **options, **rule._asdict())
     return y, total
@@ -420,9 +424,11 @@ def backward(
     if x.numel() == 0:
         return Gradients(dx, dresidual, dg, *(None if p is None else torch.zeros_like(p) for p in parameters))
     count, D = x.numel() // x.shape[-1], x.shape[-1] // norm.num_groups
-    rule = _backward_rule(D, g is not None)
+    rule = _backward_rule(D, g is not None, any(p is not None for p in parameters))
     BD, ROWS, num_warps = rule.BD, rule.ROWS, rule.num_warps
-    programs = min(-(-count // ROWS), max(1, _multiprocessors(x.device) * rule.programs // norm.num_groups))
+    programs = -(-count // ROWS)
+    if rule.programs:
+        programs = min(programs, max(1, _multiprocessors(x.device) * rule.programs // norm.num_groups))
     new = torch.zeros if D > IN_REGISTERS[1] else torch.empty
     sums = [None if p is None else new((programs, *p.shape), dtype=torch.float32, device=p.device) for p in parameters]
     inputs, strides = rows(x, residual, g, dy, dtotal)
@@ -433,7 +439,7 @@ def backward(
         _backward_long[grid](*arguments, *strides, norm.eps, **options, num_warps=num_warps)
     else:
         read = sum(one.element_size() for one in inputs if one is not None) * ROWS * BD
-        stages = _stages(x.device, read, num_warps)
+        stages = _stages(x.device, read, num_warps) if rule.programs else 0
         # tiles are under way on NVIDIA alone, as is a limit of registers
         limits = {'num_warps': num_warps, **({'maxnreg': rule.registers} if stages > 1 and rule.registers else {})}
         _backward[grid](*arguments, *strides, norm.eps, **options, ROWS=ROWS, STAGES=stages, **limits)
@@ -470,14 +476,17 @@ class _Forward(NamedTuple):
 
 
 @functools.cache
-def _forward_rule(D: int, gated: bool, summed: bool) -> _Forward:
+def _forward_rule(D: int, kind: str, gated: bool, summed: bool) -> _Forward:
+    if kind == 'l2' and D <= 512:
+        return _Forward(*_tile(D, 1024, 8))
     if summed and not gated and 1024 < D <= 4096:
         return _Forward(*_tile(D, 2048, 32), AHEAD=True)
     return _Forward(*_tile(D, 2048, 32 if D > 4096 else 8 if D <= 1024 and gated else 16))
 
 
 class _Rule(NamedTuple):
-    """Of a backward: a program's tile and warps, the programs of a multiprocessor, the registers of a thread (0: any)."""
+    """Of a backward: a program's tile and warps, the programs of a multiprocessor (0: one for each tile), the registers of a
+    thread (0: any)."""
 
     BD: int
     ROWS: int
@@ -487,7 +496,7 @@ class _Rule(NamedTuple):
 
 
 @functools.cache
-def _backward_rule(D: int, gated: bool) -> _Rule:
+def _backward_rule(D: int, gated: bool, sums: bool) -> _Rule:
     if D > IN_REGISTERS[1]:
         return _Rule(TILE, 1, 32, 1, 0)
     if D > 512:
@@ -495,7 +504,8 @@ def _backward_rule(D: int, gated: bool) -> _Rule:
         return _Rule(*tile, max(1, 8 // tile[2]), 0)
     if gated:
         return _Rule(*_tile(D, 2048, 8), 3, 0)
-    return _Rule(*_tile(D, 1024, 8), 5, 96)
+    # without sums over rows a loop has nothing to keep, and a program costs less than a step of it
+    return _Rule(*_tile(D, 1024, 8), *((5, 96) if sums else (0, 0)))
 
 
 @functools.cache
