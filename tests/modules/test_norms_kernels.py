@@ -118,6 +118,30 @@ def test_gradients_without_sums(kind, shape):
     check(kind, given(kind, shape, extras=('residual',)), eps=0.1)
 
 
+@interpreted
+@pytest.mark.parametrize('dtype', [FP32, BF16], ids=str)
+@pytest.mark.parametrize(('groups', 'dim'), [(8, 256), (6, 24), (12, 200), (16, 8), (3, 16), (2, 12), (2, 264)], ids=str)
+def test_narrow_groups(groups, dim, dtype):
+    """Even numbers of them lie side by side in a program, where they are of up to 256 and by eights; others do not."""
+    rule = kernels._forward_rule(dim, groups, 'layer', False, False)
+    side = {8: 8, 6: 2, 12: 4, 16: 16}.get(groups, 1)
+    assert side == rule.SIDE
+    for rows, extras in ((1, BARE), (5, ('bias',)), (rule.ROWS + 1 if rule.ROWS < 100 else 3, EVERYTHING)):
+        for kind in ('groups', 'rms groups'):
+            check(kind, given(kind, (rows, groups * dim), dtype, extras), num_groups=groups)
+    tensors = given('groups', (4, 3, 2 * groups * dim), dtype, ('residual',))
+    strided = {name: x[..., : groups * dim].transpose(0, 1) for name, x in tensors.items()}
+    check('groups', strided, num_groups=groups)
+
+
+@interpreted
+def test_narrow_groups_of_equal_numbers():
+    """Nothing but the bias, also where a program has rows that are not there."""
+    bias = torch.randn(64)
+    y = call('groups', {'x': torch.full((3, 64), 7.0), 'bias': bias}, num_groups=4)[0]
+    assert torch.equal(y, bias.expand(3, 64))
+
+
 # what a call may say beside its tensors
 ARGUMENTS = {
     'a wide sum': ('rms prenorm', {'residual_in_fp32': True}, ('weight', 'bias')),
@@ -486,6 +510,22 @@ def test_a_stored_sum_in_wide_accesses(capability, dtype):
             x, weight = (torch.empty(*shape, dim, dtype=dtype, device='meta') for shape in ((64,), ()))
             for norm in norms:
                 kernels.forward(x, x, None, weight, weight, norm, dtype, True)
+    for one in compiled:
+        code = one.kernel.asm['ptx']
+        assert one.spilled == 0
+        assert 'global.v4.b32' in code
+        assert 'global.b16' not in code
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_groups_side_by_side_in_wide_accesses(capability):
+    """Of the width of a model in bfloat16 without a word in shared memory."""
+    with compile_only(capability) as compiled:
+        for dtype, groups, dim in ((BF16, 8, 256), (BF16, 16, 128), (FP32, 8, 256), (BF16, 6, 200)):
+            x, weight = (torch.empty(*shape, groups * dim, dtype=dtype, device='meta') for shape in ((64,), ()))
+            kernels.forward(x, None, None, weight, weight, kernels.Norm('layer', 1e-5, num_groups=groups), dtype, False)
+    assert [one.shared for one in compiled[:2]] == [0, 0]
     for one in compiled:
         code = one.kernel.asm['ptx']
         assert one.spilled == 0
