@@ -12,6 +12,7 @@ pytest.importorskip('triton')
 from fla.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss, ShortConvolution
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+from fla.modules.kernels import cross_entropy as kernels
 from fla.modules.kernels import losses as linear
 from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, reduced, scaled
 from fla.ops.backends import trace
@@ -103,6 +104,94 @@ def test_infinite_logits_and_targets_that_are_none():
     losses, _ = launch_forward(logits, torch.tensor([3, 3, 40]), Options(0.0, 1.0, 0.0, 0.0, -100, 0, 40))[:2]
     assert error(expected[:2], losses[:2]) <= bounds.EXACT[torch.float32]
     assert losses[2].isnan()
+
+
+def in_rows_of(stride, rows):
+    """Beside numbers that nobody may read."""
+    logits = torch.full((len(rows), stride), float('nan'), dtype=rows.dtype)[:, : rows.shape[1]]
+    return logits.copy_(rows)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('few', [True, False], ids=['few', 'many'])
+@pytest.mark.parametrize('aligned', [True, False], ids=['aligned', 'unaligned'])
+@pytest.mark.parametrize(('tiles', 'more'), [(0, 5), (0, 300), (1, -16), (1, 0), (1, 1), (2, 0), (2, 144)])
+def test_tiles(monkeypatch, dtype, few, aligned, tiles, more):
+    """Rows that end in a tile, or with it; and tiles, or threads, of which there is nothing but -inf."""
+    monkeypatch.setattr(kernels, '_FEW_ROWS', 100 if few else 0)
+    tile = 8192 if aligned and not few else 4096
+    classes = tiles * tile + more
+    stride = -(-classes // 16) * 16 + (16 if aligned else 17)
+    none = -float('inf')
+    logits = tensor(8, classes, dtype=torch.float32) * 3
+    logits[1, : min(tile, classes - 1)] = none
+    logits[2, :-1] = none
+    logits[3, 1:] = none
+    logits[4] = torch.linspace(-300, 80, classes)
+    logits[5] = torch.linspace(80, -300, classes)
+    logits[6] = none
+    logits[6, classes // 2] = -3000.0
+    logits[7, ::2] = none
+    logits = in_rows_of(stride, logits.to(dtype))
+    if tiles:
+        k, threads, width, _ = kernels._forward_tile(logits, False)
+        assert k * threads * width == tile
+    target = logits.float().argmax(1)
+    target[4:6] = classes // 3
+    options, weights = Options(0.0, 1.0, 0.01, 0.0, -100, 0, classes), torch.linspace(1, 2, 8)
+    exact = logits.double().requires_grad_()
+    lse = exact.logsumexp(1)
+    expected_z = 0.01 * lse**2
+    expected = lse - exact[range(8), target] + expected_z
+    losses, z_losses, maximum, log_sum = launch_forward(logits, target, options)
+    assert error(expected, losses) <= bounds.EXACT[torch.float32]
+    assert error(expected_z, z_losses) <= bounds.EXACT[torch.float32]
+    assert torch.equal(maximum, logits.float().amax(1))
+    (wanted,) = gradients(expected, weights.double(), exact)
+    for out in (in_rows_of(stride, torch.zeros_like(logits)), logits):  # the second in place
+        launch_backward(logits, target, maximum, log_sum, weights, out, options)
+        for a, b in zip(wanted, out, strict=True):
+            assert bounds.relative_rms(a, b, 1e-6) <= bounds.of_reference(dtype)[0]
+        beside = out.as_strided((7, stride - classes), (stride, 1), out.storage_offset() + classes)
+        assert beside.isnan().all()
+
+    # the sum of logits, of a row's columns alone
+    logits = in_rows_of(stride, (tensor(3, classes, dtype=torch.float32) + 2).to(dtype))
+    exact, target = logits.double().requires_grad_(), torch.tensor([0, classes - 1, classes // 2])
+    expected, _ = oracle(exact, target, label_smoothing=0.2, logit_scale=1.5, logit_softcapping=5.0)
+    options = Options(0.2, 1.5, 0.0, 5.0, -100, 0, classes)
+    losses, _, maximum, log_sum = launch_forward(logits, target, options)
+    assert error(expected, losses) <= bounds.EXACT[torch.float32]
+    picked, total, *kept = launch_forward(logits, target, options, partial=True)
+    v = 5 * (exact.detach() * 1.5 / 5).tanh()
+    assert error(v.sum(1), total) <= bounds.EXACT[torch.float32]
+    assert error(v[range(3), target], picked) <= bounds.EXACT[torch.float32]
+    assert torch.equal(kept[0], maximum)
+    assert torch.equal(kept[1], log_sum)
+    (wanted,) = gradients(expected, weights[:3].double(), exact)
+    launch_backward(logits, target, maximum, log_sum, weights[:3], logits, options)
+    assert error(wanted, logits) <= bounds.of_reference(dtype)[0]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize('place', [0, 4095, 4096, 8191, 8192, 8200])
+@pytest.mark.parametrize('few', [True, False], ids=['few', 'many'])
+def test_one_number_that_is_none(monkeypatch, few, place):
+    """Wherever it is, the loss is NaN, and so is that of a row of nothing but -inf; not those beside it."""
+    monkeypatch.setattr(kernels, '_FEW_ROWS', 100 if few else 0)
+    logits = torch.randn(4, 8208)
+    logits[0, place], logits[1, place], logits[2] = float('nan'), float('inf'), -float('inf')
+    target, options = torch.full((4,), 7), Options(0.0, 1.0, 0.0, 0.0, -100, 0, 8208)
+    losses, _, maximum, log_sum = launch_forward(logits, target, options)
+    assert losses[:3].isnan().all()
+    assert losses[3].isfinite()
+    # of a shard, which other shards are added to
+    assert maximum[2] == log_sum[2] == -float('inf')
+    launch_backward(logits, target, maximum, log_sum, torch.ones(4), logits, options)
+    assert logits[0].isnan().all()
+    assert logits[1:3].isnan().any(1).all()
+    assert logits[3].isfinite().all()
 
 
 @pytest.mark.interpreted
@@ -496,11 +585,12 @@ def test_once_only(logits_are):
 
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize('count', [4, 9000])
 @pytest.mark.parametrize(('classes', 'dtype'), [(1000, torch.float32), (256000, torch.bfloat16)], ids=str)
-def test_compiles(capability, classes, dtype):
+def test_compiles(capability, count, classes, dtype):
     with compile_only(capability) as compiled:
-        logits = torch.empty(4, classes, dtype=dtype, device='meta')
-        target, losses = torch.empty(4, dtype=torch.int64, device='meta'), torch.empty(4, device='meta')
+        logits = torch.empty(count, classes, dtype=dtype, device='meta')
+        target, losses = torch.empty(count, dtype=torch.int64, device='meta'), torch.empty(count, device='meta')
         for options in (Options(0.0, 1.0, 0.0, 0.0, -100, 0, classes), Options(0.1, 1.0, 0.1, 30.0, -100, 0, classes)):
             launch_forward(logits, target, options)
             launch_forward(logits, target, options, partial=True)
@@ -509,9 +599,38 @@ def test_compiles(capability, classes, dtype):
         reduced(losses, target, -100, 'sum')
         reduced(losses, target.int(), -100, 'mean')
     print(*compiled, sep='\n')
-    assert all(one.spilled <= 16 for one in compiled)
+    assert all(one.spilled == 0 for one in compiled)
     # a product that is rounded only after the maximum was subtracted is not that of which it is the maximum
     assert all('fma.rn.f32' not in one.kernel.asm['ptx'] for one in compiled if one.name != '_scaled')
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize('count', [4, 9000])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_tiles(count, dtype):
+    """Tiles lie in threads as they were loaded, 16 bytes at a time where rows are aligned: those of the linear loss are."""
+    for classes, aligned in ((131072, True), (50257, True), (50257, False)):
+        logits = linear._buffer(count, classes, torch.empty(0, dtype=dtype, device='meta'))
+        logits = logits if aligned else torch.empty(count, classes, dtype=dtype, device='meta')
+        target, losses = torch.empty(count, dtype=torch.int64, device='meta'), torch.empty(count, device='meta')
+        options = Options(0.0, 1.0, 0.0, 0.0, -100, 0, classes)
+        with compile_only((9, 0)) as compiled:
+            launch_forward(logits, target, options)
+            launch_backward(logits, target, losses, losses, losses, logits, options)
+        print(*compiled, sep='\n')
+        forward, backward = (one.kernel.asm for one in compiled)
+        assert 'convert_layout' not in forward['ttgir']
+        # the maximum and the sum of a warp's threads, and of the warps', once
+        assert forward['ptx'].count('shfl.') == 2 * (5 + 2)
+        k, *_ = kernels._forward_tile(logits, False)
+        assert sum('ld.global' in line and '.v4.' in line for line in forward['ptx'].splitlines()) == (
+            0 if not aligned else 2 * k if classes % 16 == 0 else k
+        )
+        if classes % 16 == 0:
+            assert 'ld.global.v4.b32' in backward['ptx']
+            assert 'st.global.v4.b32' in backward['ptx']
+        # 16 warps of a multiprocessor or more
+        assert all(one.registers <= 128 for one in compiled)
 
 
 SHARDED = """

@@ -10,9 +10,11 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from fla.modules.activations import swiglu
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.rotary import rotary_embedding
 from tests import bounds
 
+from .losses import oracle as entropy
 from .oracle import error, served_by, tensor
 from .test_convolution import oracle as convolved
 from .test_rotary import oracle as rotated
@@ -108,3 +110,14 @@ def test_states_of_a_convolution(dim):
         y, after = causal_conv1d_update(step, state, None, weight)
     assert error(expected[:, 0], y) <= bounds.of_module(torch.float32)
     assert torch.equal(after.float(), last.float())
+
+
+@served_by('default')
+def test_rows_of_the_cross_entropy():
+    logits, target = far_apart((3, 40), 0, torch.bfloat16).copy_(tensor(3, 40)), torch.tensor([3, 39, 0])
+    given, exact = logits.detach().requires_grad_(), logits.double().requires_grad_()
+    losses, _ = cross_entropy_loss(given, target)
+    expected, _ = entropy(exact, target)
+    assert error(expected, losses) <= bounds.EXACT[torch.float32]
+    (wanted,), (got,) = torch.autograd.grad(expected.sum(), exact), torch.autograd.grad(losses.sum(), given)
+    assert error(wanted, got) <= bounds.of_reference(torch.bfloat16)[0]

@@ -218,8 +218,8 @@ def rows_of_chunk(count: int, D: int, num_chunks: int) -> int:
 
 
 def _buffer(rows: int, V: int, like: torch.Tensor) -> torch.Tensor:
-    """For logits `[rows, V]`, rows of which begin at multiples of 16 bytes."""
-    return torch.empty((rows, -(-V // 8) * 8), dtype=like.dtype, device=like.device)[:, :V]
+    """For logits `[rows, V]`, rows of which begin where Triton knows that it may load 16 bytes."""
+    return torch.empty((rows, -(-V // 16) * 16), dtype=like.dtype, device=like.device)[:, :V]
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
