@@ -360,6 +360,20 @@ def test_profiler_ranges(toy):
     assert toy.ran() == 'a'
 
 
+@pytest.mark.parametrize('known', [False, True], ids=['first call', 'first call on that device'])
+def test_a_profiler_meets_a_new_platform(toy, known):
+    """What opens ranges stands for a plan, and asks for another one in its name: nobody would answer its own."""
+    if known:
+        toy.ran()
+    meta = torch.empty(2, 16, device='meta')
+    with torch.profiler.profile() as profile:
+        for q in (meta, Q) if known else (Q, meta):
+            toy.f(q, q)
+            toy.f(q, q)
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith('fla::')}
+    assert sum(counts.values()) == 4
+
+
 # -- resolve, bind, by name -------------------------------------------------------------------------------------------------
 
 

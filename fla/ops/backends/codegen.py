@@ -81,12 +81,14 @@ class Generator:
 
     Attributes:
         device_type: what conditions take every tensor's device type for; None for what it is.
+        asks: as whose code this one asks for another plan.
     """
 
     device_type: str | None = None
 
     def __init__(self, signature: Signature, plan: Plan, serial: str) -> None:
         self.signature, self.plan, self.serial = signature, plan, serial
+        self.asks = serial
         self.w = Writer()
         self.place, self.platform = '0', ANY
         self.forward = signature.forward_all()
@@ -161,10 +163,10 @@ class Generator:
                 self.cases(platform)
             word = 'elif'
         if not self.plan.chains:  # no call yet: an `else` would belong to whatever `if` stands above
-            self.again(f'_d_need({self.serial!r}, _d_platform(_d_x))')
+            self.again(f'_d_need({self.asks!r}, _d_platform(_d_x))')
             return
         with self.w.block('else:'):
-            self.again(f'_d_need({self.serial!r}, _d_platform(_d_x))')
+            self.again(f'_d_need({self.asks!r}, _d_platform(_d_x))')
 
     def _tensor_class(self) -> None:
         """The first tensor's type: plain ones go on, overrides are offered the call, DTensors are refused."""
@@ -301,7 +303,7 @@ class Generator:
             word = 'elif'
         self.never_seen(c, tag, word)
         with self.w.block('else:'):
-            self.again(f'_d_cold({self.serial!r})')
+            self.again(f'_d_cold({self.asks!r})')
 
     def never_seen(self, c: Candidate, tag: str, word: str) -> None:
         """What comes before planning anew for a toggle's value that is not known yet; `word` begins a test."""

@@ -167,18 +167,19 @@ class Entry:
         source = source_of(generator, self.name, check_source(self, plan.policy))
         self._namespace.update(generator.w.bindings)
         ranged = f'_d_ranged{serial}'
-        self._namespace[ranged] = functools.partial(self._ranged, plan, ranged)
+        self._namespace[ranged] = functools.partial(self._ranged, plan, serial)
         code = compile_source(self, source, f'plan {serial}').__code__
         # a frame that still runs this code may need its names: they go when the code does
         drop_with(self, code, *generator.w.bindings, ranged)
         return Kept(plan, code, source, serial)
 
-    def _ranged(self, plan: Plan, name: str, *args: Any, **kwargs: Any) -> Any:
-        """First call while a profiler is active: make the variant of the plan that opens a range."""
-        serial = self.serial()
+    def _ranged(self, plan: Plan, of: str, *args: Any, **kwargs: Any) -> Any:
+        """First call while a profiler is active: make the variant of the plan `of` that serial that opens a range."""
+        serial, name = self.serial(), f'_d_ranged{of}'
         generator = Call(
             self.signature, plan, serial, Notes(self), key=self.key, label=self.label, ranges=True, virtual=False
         )
+        generator.asks = of  # it is the plan that is in force
         source = source_of(generator, self.name, check_source(self, plan.policy))
         self._namespace.update(generator.w.bindings)
         function = compile_source(self, source, f'ranges {serial}')

@@ -16,8 +16,8 @@ class DeltaRuleOnTriton(runs_on_triton):
 
 
 class ChunksOnTriton(DeltaRuleOnTriton):
-    """Triton 3.6 fails on kernels of both families for data-centre Blackwell: its compiler crashes on the gated delta rule in
-    bfloat16, and float32 with K = 256 takes more tensor memory than there is. Triton 3.9 compiles them."""
+    """Triton 3.6 fails on kernels of both families for data-centre Blackwell: its compiler crashes on the gated delta rule
+    in bfloat16, and float32 with K = 256 takes more tensor memory than there is. Triton 3.9 compiles them."""
 
     def probe(self, device: Device) -> Verdict:
         version = triton_version()
