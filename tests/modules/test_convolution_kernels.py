@@ -80,8 +80,9 @@ def test_everything(packed, width, dtype):
 @pytest.mark.interpreted
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 def test_many_tiles(monkeypatch, packed):
-    """Those that walk further."""
+    """Those that walk further, forward too."""
     monkeypatch.setattr(convolution_kernels, 'MANY', 0)
+    monkeypatch.setattr(convolution_kernels, 'MANY_NUMBERS', 0)
     cu = torch.tensor([0, 0, 1, 4, 140, 270, 270]) if packed else None
     arguments = tensors(1, 270, 5, 4, 6 if packed else 1, torch.float32)
     against_the_formula(arguments, bound, activation='silu', cu_seqlens=cu, output_final_state=True)
@@ -332,7 +333,9 @@ def test_a_step_moves_its_state_by_wide_accesses(dtype):
     widths = [width for width in (2, 4, 8) if width * dtype.itemsize <= 16]
     with compile_only((9, 0)) as compiled:
         for width in widths:
-            given = (empty(64, 256, width, dtype=dtype), None, empty(256, width, dtype=dtype), None, True)
+            # that of the weight would be wide as well
+            weight = empty(256, 2 * width, dtype=dtype)[:, :width]
+            given = (empty(64, 256, width, dtype=dtype), None, weight, None, True)
             launch_update(empty(64, 256, dtype=dtype), *given)
     assert len(compiled) == len(widths)
     for one in compiled:

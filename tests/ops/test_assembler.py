@@ -1,5 +1,6 @@
 """Where Hopper's assembler miscompiles, kernels that no card has verified are compiled without wgmma."""
 
+import contextlib
 import os
 import threading
 from typing import ClassVar
@@ -74,7 +75,7 @@ def tensors(dtype=torch.bfloat16, dims=(128, 128)):
     ],
 )
 def test_what_keeps_wgmma(monkeypatch, capability, sound, given, shown, kept):
-    monkeypatch.setattr(assembler, 'capability_of', lambda device: capability)
+    monkeypatch.setattr(assembler, 'capability_of', lambda device=None: capability)
     monkeypatch.setattr(assembler, 'is_sound', lambda: sound)
     monkeypatch.setattr(assembler, 'triton_version', lambda: (3, 6))
     assert assembler.keeps_wgmma(*tensors(**given), shown) is kept
@@ -85,7 +86,7 @@ def test_what_keeps_wgmma(monkeypatch, capability, sound, given, shown, kept):
 
 @pytest.fixture
 def unsound_hopper(monkeypatch):
-    monkeypatch.setattr(assembler, 'capability_of', lambda device: (9, 0))
+    monkeypatch.setattr(assembler, 'capability_of', lambda device=None: (9, 0))
     monkeypatch.setattr(assembler, 'is_sound', lambda: False)
 
 
@@ -171,10 +172,12 @@ def test_kernels_of_strong_decays_keep_from_wgmma(monkeypatch):
         chunk_backward(saved, settings, o)
     asynchronous = {}
     for one in compiled:
-        asynchronous.setdefault(one.name, set()).add('warp_group_dot ' in one.kernel.asm['ttgir'])
-    assert asynchronous['prepare'] == asynchronous['pairs_backward'] == asynchronous['states_backward'] == {True}
-    assert asynchronous['prepare_by_halves'] == {False}
-    assert asynchronous['channels_backward'] == {True, False}
+        key = (one.name, one.num_warps)
+        asynchronous.setdefault(key, set()).add('warp_group_dot ' in one.kernel.asm['ttgir'])
+    for name in ('prepare', 'pairs_backward', 'states_backward', 'channels_backward'):
+        assert asynchronous[name, 4] == {True}, name
+    assert asynchronous['prepare_by_halves', 4] == {False}
+    assert asynchronous['channels_backward', 8] == {False}  # by halves
     assert os.environ.get(VARIABLE, '0') == '0'
 
 
@@ -187,18 +190,45 @@ def test_a_sound_assembler_gets_every_kernel(monkeypatch):
             return 'compiled'
 
     kernel = assembler.without_wgmma(Kernel())
-    for sound in (True, False):
+    for capability, sound, kept in (
+        ((9, 0), True, True),
+        ((8, 0), False, True),
+        (None, False, True),
+        ((9, 0), False, False),
+    ):
+        monkeypatch.setattr(assembler, 'capability_of', lambda device=None, capability=capability: capability)
         monkeypatch.setattr(assembler, 'is_sound', lambda sound=sound: sound)
+        Kernel.seen.clear()
         assert kernel._do_compile(1, warmup=True) == 'compiled'
-        assert assembler.is_without_wgmma(kernel) is not sound
-    assert Kernel.seen == [('0', (1,), {'warmup': True}), ('1', (1,), {'warmup': True})]
-    assert not assembler.is_without_wgmma(Kernel())
+        assert Kernel.seen == [('0' if kept else '1', (1,), {'warmup': True})]
+        assert assembler.is_without_wgmma(kernel) is not kept
+        assert not assembler.is_without_wgmma(Kernel())
+    with assembler.products_of_an_a100():
+        # nothing is left that it could disturb
+        assert not assembler.is_without_wgmma(kernel)
 
 
 def test_a_kernel_of_the_interpreter_is_left_alone():
     kernel = object()
     assert assembler.without_wgmma(kernel) is kernel
     assert not assembler.is_without_wgmma(kernel)
+
+
+@pytest.mark.parametrize('count', [0, 1])
+def test_a_fork_while_the_variable_is_being_set(monkeypatch, count):
+    """Whoever has set it, or has put it back, is counted at that moment."""
+    seen = []
+
+    class Environment(dict):
+        def __setitem__(self, name, value):
+            seen.append((value, assembler._asking.count))
+            super().__setitem__(name, value)
+
+    monkeypatch.setattr(assembler.os, 'environ', Environment())
+    with contextlib.ExitStack() as stack:
+        for _ in range(count + 1):
+            stack.enter_context(assembler.products_of_an_a100())
+    assert seen == [('1', n + 1) for n in range(count + 1)] + [('0', 1)]
 
 
 @pytest.mark.usefixtures('unsound_hopper')

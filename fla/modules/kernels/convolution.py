@@ -19,6 +19,7 @@ from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
 
 # Measured on an H200 with bfloat16 and W = 4.
 RUNS, WIDTHS = (8, 64), (8, 16)  # of few, and of many numbers: steps of a program of the forward, bytes a thread has of each
+MANY_NUMBERS = 1 << 25
 AT_ONCE = 8  # steps that it asks for at once
 UPDATE_ROWS, UPDATE_WARPS = (1, 4), 2  # sequences of a program of a step, of few, and of many numbers
 LANES, WALK_CHANNELS = 4, 64  # of a tile of the backward: lanes side by side, each walking some steps
@@ -777,7 +778,7 @@ def _update(
     offset = tl.zeros([BD], tl.float32)
     if HAS_BIAS:
         offset += tl.load(bias + d * bias_d, mask=d < D, other=0.0).to(tl.float32)
-    # everything is read before anything is written over
+    # everything of these rows is read before any of it is written over: x may lie in its own row's cache, not in another's
     tl.debug_barrier()
     for i in tl.static_range(BN):
         n = tl.cast(row + i, tl.int64)
@@ -820,7 +821,7 @@ def launch_forward(
     if output_final_state:
         dtype = x.dtype if initial_state is None else initial_state.dtype
         final = torch.empty((count, D, W), dtype=dtype, device=x.device)
-    many = batch * length * D > 1 << 25
+    many = batch * length * D > MANY_NUMBERS
     run, width = RUNS[many], WIDTHS[many]
     channels = 32 * width // x.element_size() // (1 if W <= 4 else 2)  # for as many registers
     block = min(triton.next_power_of_2(max(D, 1)), channels)

@@ -59,28 +59,30 @@ def products_of_an_a100() -> Iterator[None]:
     with asking.lock:
         if not asking.count:
             asking.before = os.environ.get(_VARIABLE)
-            os.environ[_VARIABLE] = '1'
+        # counted before it is set, and until it is put back: a fork of another thread may come in between
         asking.count += 1
+        os.environ[_VARIABLE] = '1'
     try:
         yield
     finally:
         with asking.lock:
-            asking.count -= 1
-            if not asking.count:
+            if asking.count == 1:
                 # '0' instead of deleting it: a thread that copies the environment meanwhile must not miss a name
                 os.environ[_VARIABLE] = asking.before or '0'
+            asking.count -= 1
 
 
 def without_wgmma(kernel: Kernel) -> Kernel:
     """For a kernel of `triton.jit` that an assembler with these faults got wrong, or may: from then on it is compiled by
-    such a one to the products of an A100, whichever call it is part of. See `is_without_wgmma`."""
+    such a one to the products of an A100, whichever call it is part of. See `is_without_wgmma`. Triton's AsyncCompileMode
+    compiles later, and is not supported."""
     # private, but of releases that will not change: a later Triton's assembler has none of these faults
     compile_one: Any = getattr(kernel, '_do_compile', None)
     if compile_one is not None:  # not under Triton's interpreter
 
         @functools.wraps(compile_one)
         def compiled(*args: Any, **options: Any) -> Any:
-            if is_sound():
+            if not _is_at_risk():
                 return compile_one(*args, **options)
             with products_of_an_a100():
                 return compile_one(*args, **options)
@@ -91,8 +93,13 @@ def without_wgmma(kernel: Kernel) -> Kernel:
 
 
 def is_without_wgmma(kernel: object) -> bool:
-    """Whether compiling it disturbs what another thread compiles meanwhile, which would lose wgmma too."""
-    return getattr(kernel, '_without_wgmma', False) and not is_sound()
+    """Whether compiling it now disturbs what another thread compiles meanwhile, which would lose wgmma too."""
+    return getattr(kernel, '_without_wgmma', False) and _is_at_risk() and os.environ.get(_VARIABLE) != '1'
+
+
+def _is_at_risk() -> bool:
+    """Whether what is compiled for the current device may be miscompiled wgmma."""
+    return (capability_of() or (0, 0))[0] == 9 and not is_sound()
 
 
 def is_sound() -> bool:
@@ -118,7 +125,7 @@ def keeps_wgmma(k: torch.Tensor, v: torch.Tensor, shown: bool) -> bool:
     `shown` says that a card has shown such kernels right, with bfloat16, K = V = 128 and Triton 3.6. Those of the delta
     rules, for sequences of one length, were held against float64 on an H100 and an H200, those of attention, in every case
     of its tests on a GPU, on an H200. A kernel that may use it can be compiled without, beside a call on another thread or
-    after one that shares it: only slower.
+    after one that shares it: only slower, but as long as Triton keeps it on disk.
     """
     capability = capability_of(k.device)
     if capability is None or capability[0] != 9 or torch.version.hip is not None:

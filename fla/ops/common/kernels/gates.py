@@ -9,8 +9,8 @@ import triton.language as tl
 @triton.jit
 def exp32(x):
     """e^x in float32, of a running log decay or a difference of two. With float32 operands those are float64: behind one
-    strong gate the weak ones would lose their last digits. One instruction and a product, where `tl.exp` takes five: it is
-    exact to the last denormal number, which nothing here needs."""
+    strong gate the weak ones would lose their last digits. One instruction and a product; `tl.exp` takes five, to keep
+    denormal results, which nothing here needs."""
     return tl.exp2(x.to(tl.float32) * 1.4426950408889634)
 
 

@@ -380,7 +380,7 @@ def channels_backward(
     """Grid (rows * HV * ceil(K / BK),). Of far chunks if BY_HALVES, of the others if not.
 
     Args:
-        far: of `prepare`.
+        far: of `decays`.
         do: contiguous. dh: `[rows, HV, K, V]`, gradient of the state after each chunk.
         d_attend, d_selves, d_lower, d_grown: of `pairs_backward`.
         dq, dk: written, of q and k per value head and, with NORMALISE, as normalised, `[B, T, HV, K]`.
@@ -539,7 +539,7 @@ def channels_backward(
     tl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=mask)
 
 
-# with BY_HALVES
+# The same, for BY_HALVES, to be compiled by itself: only that one is kept from wgmma.
 channels_backward_by_halves = without_wgmma(triton.jit(channels_backward.fn, do_not_specialize=['T']))
 
 

@@ -297,7 +297,7 @@ def prepare(
     V: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
-    WIDE: tl.constexpr,
+    BK_ROWS: tl.constexpr,
     BV: tl.constexpr,
     NORMALISE: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -308,7 +308,8 @@ def prepare(
 ):
     """Grid (rows * HV,). Written, of near chunks, `[B, T, HV, ·]` and contiguous: w (K), u (V), kg (K), qg (K), and the
     scores scale q k of each step with those before it, `attend` (SIZE), and with itself, `selves` (float32). With FULL also
-    the scores `lower` = tril(k k, -1) in float32 (SIZE), and the inverse (I + beta lower)^-1 (SIZE). G, far: of `decays`."""
+    the scores `lower` = tril(k k, -1) in float32 (SIZE), and the inverse (I + beta lower)^-1 (SIZE). G, far: of `decays`.
+    BK_ROWS: channels that `rows`, which has no products, reads at once."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -329,7 +330,7 @@ def prepare(
     token = (batch64 * T + first64) * HV + hv
     own = steps[:, None].to(tl.int64) * HV
     time = steps[:, None].to(tl.int64)
-    diagonal, q_norm, k_norm = rows(q_ptr, q_t, k_ptr, k_t, time, inside, K, WIDE, NORMALISE)
+    diagonal, q_norm, k_norm = rows(q_ptr, q_t, k_ptr, k_t, time, inside, K, BK_ROWS, NORMALISE)
     for_k = tl.zeros([SIZE, SIZE], tl.float32)
     for_q = tl.zeros([SIZE, SIZE], tl.float32)
     G_ptr = G + token * K
@@ -400,7 +401,6 @@ def prepare_by_halves(
     V: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
-    WIDE: tl.constexpr,
     BV: tl.constexpr,
     NORMALISE: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -430,7 +430,7 @@ def prepare_by_halves(
     token = (batch64 * T + first64) * HV + hv
     own = steps[:, None].to(tl.int64) * HV
     time = steps[:, None].to(tl.int64)
-    diagonal, q_norm, k_norm = rows(q_ptr, q_t, k_ptr, k_t, time, inside, K, WIDE, NORMALISE)
+    diagonal, q_norm, k_norm = rows(q_ptr, q_t, k_ptr, k_t, time, inside, K, BK, NORMALISE)
     for_k = tl.zeros([SIZE, SIZE], tl.float32)
     for_q = tl.zeros([SIZE, SIZE], tl.float32)
     G_ptr = G + token * K

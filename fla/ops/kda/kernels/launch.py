@@ -505,7 +505,7 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
             V=V,
             SIZE=SIZE,
             BK=_block(K, 64 if wide else 32),
-            WIDE=_block(K, 128 if wide else 32),
+            **({'BK_ROWS': _block(K, 128 if wide else 32)} if kernel is prepare else {}),
             BV=_block(V, 64 if k.element_size() == 2 else 32),
             NORMALISE=settings.normalise,
             SIGMOID=settings.sigmoid,
@@ -514,6 +514,7 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
             PACKED=layout.packed,
             PRECISION=precision,
             num_warps=4,
+            # with its loads pipelined it was wrong on a Hopper with Triton 3.6: see docs/kernels.md
             num_stages=1,
         )
     return _Prepared(G, far, attend, selves, lower, inverse, w, kg, qg, u)
