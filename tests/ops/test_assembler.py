@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import threading
 from typing import ClassVar
 
@@ -221,7 +222,7 @@ def test_a_fork_while_the_variable_is_being_set(monkeypatch, count):
 
     class Environment(dict):
         def __setitem__(self, name, value):
-            seen.append((value, assembler._asking.count))
+            seen.append((value, assembler._asking.times.total()))
             super().__setitem__(name, value)
 
     monkeypatch.setattr(assembler.os, 'environ', Environment())
@@ -250,6 +251,32 @@ def test_a_fork_while_another_thread_has_the_variable_set():
         os._exit(0 if (within, os.environ[VARIABLE]) == ('1', '0') else 1)
     over.set()
     thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_fork_within():
+    """The child is still inside, and leaves although another thread, which is gone there, held the lock."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold():
+        with assembler._asking.lock:
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(assembler.products_of_an_a100())
+        thread.start()
+        held.wait()
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            within = os.environ[VARIABLE]
+            stack.close()
+            os._exit(0 if (within, os.environ[VARIABLE]) == ('1', '0') else 1)
+        over.set()
+        thread.join()
+    assert os.environ[VARIABLE] == '0'
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

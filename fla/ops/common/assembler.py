@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -30,46 +31,52 @@ Kernel = TypeVar('Kernel')
 
 
 class _Asking:
-    """How many threads want the variable set, and what it was before."""
+    """How often each thread wants the variable set, and what it was before."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.count = 0
+        self.times: Counter[int] = Counter()
         self.before: str | None = None
+
+    def restore(self) -> None:
+        # '0' instead of deleting it: a thread that copies the environment meanwhile must not miss a name
+        os.environ[_VARIABLE] = self.before or '0'
 
 
 _asking = _Asking()
 
 
-def _ask_anew() -> None:
-    global _asking
-    if _asking.count:
-        os.environ[_VARIABLE] = _asking.before or '0'
-    _asking = _Asking()
+def _only_this_thread() -> None:
+    """In a forked child. Another thread may have held the lock, or had the variable set, and does not exist here."""
+    _asking.lock = threading.Lock()
+    own = _asking.times[threading.get_ident()]
+    if _asking.times.total() > own == 0:
+        _asking.restore()
+    _asking.times = Counter({threading.get_ident(): own} if own else ())
 
 
-# another thread may hold the lock, or have the variable set, during a fork, and does not exist in the child
-in_forked_children(_ask_anew)
+in_forked_children(_only_this_thread)
 
 
 @contextlib.contextmanager
 def products_of_an_a100() -> Iterator[None]:
     """Within it, on whichever thread, what is compiled for Hopper has no wgmma."""
-    asking = _asking
-    with asking.lock:
-        if not asking.count:
-            asking.before = os.environ.get(_VARIABLE)
+    thread = threading.get_ident()
+    with _asking.lock:
+        if not _asking.times.total():
+            _asking.before = os.environ.get(_VARIABLE)
         # counted before it is set, and until it is put back: a fork of another thread may come in between
-        asking.count += 1
+        _asking.times[thread] += 1
         os.environ[_VARIABLE] = '1'
     try:
         yield
     finally:
-        with asking.lock:
-            if asking.count == 1:
-                # '0' instead of deleting it: a thread that copies the environment meanwhile must not miss a name
-                os.environ[_VARIABLE] = asking.before or '0'
-            asking.count -= 1
+        with _asking.lock:
+            if _asking.times.total() == 1:
+                _asking.restore()
+            _asking.times[thread] -= 1
+            if not _asking.times[thread]:
+                del _asking.times[thread]
 
 
 def without_wgmma(kernel: Kernel) -> Kernel:
