@@ -246,6 +246,7 @@ def test_a_fork_while_another_thread_has_the_variable_set():
     inside.wait()
     child = os.fork()
     if not child:
+        signal.alarm(20)
         with assembler.products_of_an_a100():
             within = os.environ[VARIABLE]
         os._exit(0 if (within, os.environ[VARIABLE]) == ('1', '0') else 1)

@@ -19,8 +19,8 @@ from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
 
 # Measured on an H200 with bfloat16 and W = 4.
 RUNS, WIDTHS = (8, 64), (8, 16)  # of few, and of many numbers: steps of a program of the forward, bytes a thread has of each
-MANY_NUMBERS = 1 << 25
-AT_ONCE = 8  # steps that it asks for at once
+MANY_NUMBERS = 1 << 25  # of x
+AT_ONCE = 8  # steps that a program of the forward asks for at once
 UPDATE_ROWS, UPDATE_WARPS = (1, 4), 2  # sequences of a program of a step, of few, and of many numbers
 LANES, WALK_CHANNELS = 4, 64  # of a tile of the backward: lanes side by side, each walking some steps
 WALKS = (32, 64)  # of few, and of many tiles

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fla.ops.common.kernels.gates import exp32
 from fla.ops.common.triton_call import on_device_of
 
 
@@ -40,13 +41,6 @@ def _transformed(x, scale, cap, CAPPED: tl.constexpr):
         v, slope = _tanh(v / cap)
         v = cap * v
     return v, slope
-
-
-@triton.jit
-def _exp(x):
-    """e^x with one instruction and a product. `tl.exp` takes five, to keep denormal results: here they are lost beside a 1,
-    or are gradients of less than 1e-38."""
-    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -89,7 +83,7 @@ def _with_tile(
     # of nothing but -inf
     shift = tl.where(larger == -float('inf'), 0.0, larger)
     v = tl.reshape(v, (K, THREADS, WIDTH)) - shift[None, :, None]
-    return larger, s * _exp(m - shift) + _sum(_exp(v), K, THREADS, WIDTH), total
+    return larger, s * exp32(m - shift) + _sum(exp32(v), K, THREADS, WIDTH), total
 
 
 @triton.jit(do_not_specialize=['target_row', 'classes', 'first', 'ignore_index'])
@@ -148,7 +142,7 @@ def _forward(
             *(m, s, total, at + whole, V - whole, scale, cap, CAPPED, SMOOTHED, False, K, THREADS, WIDTH, POLICY)
         )
     largest = tl.max(m)
-    s = tl.sum(s * _exp(m - tl.where(largest == -float('inf'), 0.0, largest)))
+    s = tl.sum(s * exp32(m - tl.where(largest == -float('inf'), 0.0, largest)))
     m = largest
     total = tl.sum(total)
     log_s = tl.log(s)
@@ -213,7 +207,7 @@ def _backward(
         known = (wanted >= 0) & (wanted < classes)
         d = tl.where(known, d * scale, float('nan'))
         v, slope = _transformed(x, scale, cap, CAPPED)
-        p = _exp(v - m - log_s)
+        p = exp32(v - m - log_s)
         wished = tl.where(col == wanted - first, 1.0 - smoothing, 0.0)
         if SMOOTHED:
             wished += smoothing / classes

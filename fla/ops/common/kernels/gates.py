@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def exp32(x):
-    """e^x in float32, of a running log decay or a difference of two. With float32 operands those are float64: behind one
-    strong gate the weak ones would lose their last digits. One instruction and a product; `tl.exp` takes five, to keep
-    denormal results, which nothing here needs."""
+    """e^x in float32, by one instruction and a product; `tl.exp` takes five, to keep denormal results, which nothing that
+    calls this needs. Running log decays of float32 operands are float64: behind one strong gate the weak ones would lose
+    their last digits."""
     return tl.exp2(x.to(tl.float32) * 1.4426950408889634)
 
 
