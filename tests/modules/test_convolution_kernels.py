@@ -5,8 +5,10 @@ import torch
 
 pytest.importorskip('triton')
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
-from fla.modules.kernels import convolution as convolution_kernels
-from fla.modules.kernels.convolution import launch_backward, launch_forward, launch_update
+from fla.modules.kernels import convolution_backward, convolution_forward, convolution_step
+from fla.modules.kernels.convolution_backward import launch_backward
+from fla.modules.kernels.convolution_forward import launch_forward
+from fla.modules.kernels.convolution_step import launch_update
 from fla.ops.backends import trace
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
@@ -81,8 +83,8 @@ def test_everything(packed, width, dtype):
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 def test_many_tiles(monkeypatch, packed):
     """Those that walk further, forward too."""
-    monkeypatch.setattr(convolution_kernels, 'MANY', 0)
-    monkeypatch.setattr(convolution_kernels, 'MANY_NUMBERS', 0)
+    monkeypatch.setattr(convolution_backward, 'MANY', 0)
+    monkeypatch.setattr(convolution_forward, 'MANY_NUMBERS', 0)
     cu = torch.tensor([0, 0, 1, 4, 140, 270, 270]) if packed else None
     arguments = tensors(1, 270, 5, 4, 6 if packed else 1, torch.float32)
     against_the_formula(arguments, bound, activation='silu', cu_seqlens=cu, output_final_state=True)
@@ -232,7 +234,7 @@ def test_updates_of_one(count, channels):
 @pytest.mark.parametrize('case', ['everything', 'eight taps', 'no residual', 'strided'])
 def test_updates_of_many(monkeypatch, case):
     """Several sequences a program, and in the last one fewer."""
-    monkeypatch.setattr(convolution_kernels, 'MANY', 0)
+    monkeypatch.setattr(convolution_step, 'MANY', 0)
     check_update(case, 6, 200, torch.bfloat16, 'cpu')
 
 

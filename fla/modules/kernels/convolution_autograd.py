@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from fla.modules.kernels.convolution import launch_backward, launch_forward, launch_update
+from fla.modules.kernels.convolution_backward import launch_backward
+from fla.modules.kernels.convolution_forward import launch_forward
+from fla.modules.kernels.convolution_step import launch_update
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.triton_call import DEVICES
 

@@ -1,0 +1,355 @@
+# mypy: disable-error-code="assignment, unreachable"
+# Tuples grow in these kernels, which Python's types cannot follow.
+"""The forward of the short causal convolution, in one launch.
+
+Programs walk along time with the last steps in registers. They go from sequence to sequence, so that only the first steps of
+one need a mask or a state: instructions, not memory, would bound it otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fla.modules.kernels.convolution_common import _activated, _bound, _columns, _dense, _strides
+from fla.ops.common.kernels.layout import sequence_of
+from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
+
+# Measured on an H200 with bfloat16 and W = 4.
+RUNS, WIDTHS = (8, 64), (8, 16)  # of few, and of many numbers: steps of a program, bytes a thread has of each
+MANY_NUMBERS = 1 << 25  # of x
+AT_ONCE = 8  # steps that a program asks for at once
+
+
+@triton.jit
+def _step(y, column, offset, taps, residual, d, inside, W: tl.constexpr, SILU: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    acc = offset
+    for w in tl.static_range(W):
+        acc += column[w] * taps[w]
+    acc = _activated(acc, SILU)
+    if HAS_RESIDUAL:
+        acc += residual.to(tl.float32)
+    tl.store(y + d, acc.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _steps(
+    x,
+    residual,
+    y,
+    column,
+    offset,
+    window,
+    count,
+    d,
+    inside,
+    x_t,
+    r_t,
+    y_t,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BT: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """`count` steps, ALL: BT of them; what they load is asked for at once. Returns where the next ones are, and what is
+    before them."""
+    rows = ()
+    residuals = ()  # or, not looked at, the same rows
+    for i in tl.static_range(BT):
+        mask = inside if ALL else inside & (tl.full(inside.shape, i, tl.int32) < count)
+        rows = rows + (tl.load(x + d, mask=mask),)
+        x += x_t
+        if HAS_RESIDUAL:
+            residuals = residuals + (tl.load(residual + d, mask=mask),)
+            residual += r_t
+        else:
+            residuals = rows
+    for i in tl.static_range(BT):
+        taps = window + (rows[i].to(tl.float32),)
+        window = taps[1:]
+        if ALL:
+            _step(y, column, offset, taps, residuals[i], d, inside, W, SILU, HAS_RESIDUAL)
+        else:
+            # a branch, not a mask: of many short sequences most steps would be nothing else
+            if i < count:
+                _step(y, column, offset, taps, residuals[i], d, inside, W, SILU, HAS_RESIDUAL)
+        y += y_t
+    return x, residual, y, window
+
+
+@triton.jit
+def _convolve(
+    x,
+    weight,
+    bias,
+    residual,
+    state,
+    cu_seqlens,
+    y,
+    b,
+    begin,
+    first,
+    T,
+    D,
+    N,
+    levels,
+    x_t,
+    r_t,
+    w_d,
+    w_w,
+    bias_d,
+    s_n,
+    s_d,
+    s_w,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    PACKED: tl.constexpr,
+    DENSE: tl.constexpr,
+    R: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """R steps of y from `begin` on, sequence by sequence. x, residual, y begin with the row of the batch."""
+    d = first + tl.arange(0, BD)
+    same = tl.zeros_like(d)  # a mask of one answer for all
+    inside = d < D
+    column = ()
+    read = _columns(weight, first, D - first, w_d, w_w, W, DENSE, BD)
+    for w in tl.static_range(W):
+        column = column + (read[w].to(tl.float32),)
+    offset = tl.zeros([BD], tl.float32)
+    if HAS_BIAS:
+        offset += tl.load(bias + d * bias_d, mask=inside, other=0.0).to(tl.float32)
+    stop = tl.minimum(begin + R, T)
+    t = begin
+    while t < stop:
+        n = b
+        start = 0
+        end = stop
+        if PACKED:
+            n = tl.max(sequence_of(t + tl.zeros([1], tl.int32), cu_seqlens, N, levels)).to(tl.int64)
+            start = _bound(cu_seqlens, n, T, True)
+            end = tl.minimum(_bound(cu_seqlens, n + 1, T, True), stop)
+            end = tl.where(end > t, end, stop)  # whatever the lengths, there is an end to this
+        window = ()
+        for w in tl.static_range(W - 1):
+            before = t - (W - 1) + w
+            place = x + tl.cast(before, tl.int64) * x_t + d
+            tap = tl.load(place, mask=inside & (same + before >= start), other=0.0).to(tl.float32)
+            if HAS_STATE:
+                place = state + n * s_n + tl.cast(tl.maximum(W + before - start, 0), tl.int64) * s_w + d.to(tl.int64) * s_d
+                tap += tl.load(place, mask=inside & (same + before < start), other=0.0).to(tl.float32)
+            window = window + (tap,)
+        at = tl.cast(t, tl.int64)
+        x_row = x + at * x_t
+        y_row = y + at * D
+        r_row = y_row
+        if HAS_RESIDUAL:
+            r_row = residual + at * r_t
+        # a few steps at a time
+        for _ in range((end - t) // BT):
+            x_row, r_row, y_row, window = _steps(
+                *(x_row, r_row, y_row, column, offset, window, BT, d, inside, x_t, r_t, D),
+                *(W, SILU, HAS_RESIDUAL, BT, True),
+            )
+        if (end - t) % BT > 0:
+            _steps(
+                *(x_row, r_row, y_row, column, offset, window, (end - t) % BT, d, inside, x_t, r_t, D),
+                *(W, SILU, HAS_RESIDUAL, BT, False),
+            )
+        t = end
+
+
+@triton.jit
+def _last_steps(
+    x,
+    state,
+    cu_seqlens,
+    final,
+    n,
+    d,
+    T,
+    D,
+    x_t,
+    s_n,
+    s_d,
+    s_w,
+    W: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    PACKED: tl.constexpr,
+    BW: tl.constexpr,
+):
+    """The last W steps of sequence n."""
+    start = 0
+    end = T
+    if PACKED:
+        start = _bound(cu_seqlens, n, T, True)
+        end = _bound(cu_seqlens, n + 1, T, True)
+    w = tl.arange(0, BW)
+    step = end - start - W + w
+    there = (w < W)[:, None] & (d < D)[None, :]
+    place = x + (start + step).to(tl.int64)[:, None] * x_t + d[None, :]
+    last = tl.load(place, mask=there & (step >= 0)[:, None], other=0.0).to(tl.float32)
+    if HAS_STATE:
+        place = state + n * s_n + (tl.maximum(W + step, 0).to(tl.int64) * s_w)[:, None] + d[None, :].to(tl.int64) * s_d
+        last += tl.load(place, mask=there & (step < 0)[:, None], other=0.0).to(tl.float32)
+    place = final + (n * D + d)[None, :] * W + w[:, None]
+    tl.store(place, last.to(final.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=['T', 'N', 'tiles', 'extra', 'levels'])
+def _forward(
+    x,
+    weight,
+    bias,
+    residual,
+    state,
+    cu_seqlens,
+    y,
+    final,
+    T,
+    D,
+    N,
+    tiles,
+    extra,
+    levels,
+    x_b,
+    x_t,
+    r_b,
+    r_t,
+    w_d,
+    w_w,
+    bias_d,
+    s_n,
+    s_d,
+    s_w,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    PACKED: tl.constexpr,
+    DENSE: tl.constexpr,
+    R: tl.constexpr,
+    BD: tl.constexpr,
+    BW: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Grid (B * (tiles + extra) * ceil(D / BD),): a tile is R steps; the extra programs write final states `[N, D, W]`.
+
+    Args:
+        x, residual: `[B, T, D]` by strides, the last 1; y: `[B, T, D]`, contiguous.
+        weight: `[D, W]`, bias: `[D]`, state: `[N, D, W]`, by strides.
+    """
+    blocks = tl.cdiv(D, BD)
+    pid = tl.program_id(0)
+    first = (pid % blocks) * BD
+    tile = pid // blocks
+    b = (tile // (tiles + extra)).to(tl.int64)
+    tile = tile % (tiles + extra)
+    x += b * x_b
+    if tile < tiles:
+        if HAS_RESIDUAL:
+            residual += b * r_b
+        y += b * T * D
+        _convolve(
+            x,
+            weight,
+            bias,
+            residual,
+            state,
+            cu_seqlens,
+            y,
+            b,
+            tile * R,
+            first,
+            T,
+            D,
+            N,
+            levels,
+            x_t,
+            r_t,
+            w_d,
+            w_w,
+            bias_d,
+            s_n,
+            s_d,
+            s_w,
+            W,
+            SILU,
+            HAS_BIAS,
+            HAS_RESIDUAL,
+            HAS_STATE,
+            PACKED,
+            DENSE,
+            R,
+            BD,
+            BT,
+        )
+    elif final is not None:
+        _last_steps(
+            x,
+            state,
+            cu_seqlens,
+            final,
+            b + (tile - tiles),
+            first + tl.arange(0, BD),
+            T,
+            D,
+            x_t,
+            s_n,
+            s_d,
+            s_w,
+            W,
+            HAS_STATE,
+            PACKED,
+            BW,
+        )
+
+
+def launch_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    output_final_state: bool,
+    silu: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y and the final state or None."""
+    (batch, length, D), W = x.shape, weight.shape[1]
+    count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    x, residual = in_rows(x), None if residual is None else in_rows(residual)
+    weight, bias, initial_state = as_stored(weight), as_stored(bias), as_stored(initial_state)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    y = torch.empty((batch, length, D), dtype=x.dtype, device=x.device)
+    final = None
+    if output_final_state:
+        dtype = x.dtype if initial_state is None else initial_state.dtype
+        final = torch.empty((count, D, W), dtype=dtype, device=x.device)
+    many = batch * length * D > MANY_NUMBERS
+    run, width = RUNS[many], WIDTHS[many]
+    channels = 32 * width // x.element_size() // (1 if W <= 4 else 2)  # for as many registers
+    block = min(triton.next_power_of_2(max(D, 1)), channels)
+    tiles, extra = -(-length // run), 0
+    if final is not None:
+        extra = 1 if cu_seqlens is None else count
+    programs = batch * (tiles + extra) * -(-D // block)
+    if programs:
+        with on_device_of(x):
+            _forward[(programs,)](
+                *(x, weight, bias, residual, initial_state, cu_seqlens, y, final),
+                *(length, D, count, tiles, extra, count.bit_length()),
+                *(*_strides(x, 2), *_strides(residual, 2), *weight.stride(), *_strides(bias, 1)),
+                *_strides(initial_state, 3),
+                *(W, silu, bias is not None, residual is not None, initial_state is not None, cu_seqlens is not None),
+                *(_dense(weight), run, block, triton.next_power_of_2(W), AT_ONCE),
+                num_warps=1,
+            )
+    return y, final
