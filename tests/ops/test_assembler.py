@@ -1,23 +1,19 @@
 """Where Hopper's assembler miscompiles, kernels that no card has verified are compiled without wgmma."""
 
-import contextlib
-import os
-import signal
 import threading
-from typing import ClassVar
 
 import pytest
 import torch
 
-from fla.ops.common import assembler
+from fla.ops.common import assembler, compile_ahead
+from fla.utils import devices
 from tests.ops.delta_rules import CHUNKED, KDA, case, name_of
 
-VARIABLE = 'DISABLE_MMA_V3'
+AS_FOR_AN_A100 = {'arch': 'sm80'}
 
 
 @pytest.fixture(autouse=True)
 def asked_anew(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.delenv('TRITON_PTXAS_PATH', raising=False)
     assembler._is_sound.cache_clear()
     yield
@@ -76,58 +72,91 @@ def tensors(dtype=torch.bfloat16, dims=(128, 128)):
     ],
 )
 def test_what_keeps_wgmma(monkeypatch, capability, sound, given, shown, kept):
-    monkeypatch.setattr(assembler, 'capability_of', lambda device=None: capability)
+    monkeypatch.setattr(devices, 'capability_of', lambda device=None: capability)
     monkeypatch.setattr(assembler, 'is_sound', lambda: sound)
     monkeypatch.setattr(assembler, 'triton_version', lambda: (3, 6))
     assert assembler.keeps_wgmma(*tensors(**given), shown) is kept
     with assembler.sound_products(*tensors(**given), shown):
-        assert (os.environ.get(VARIABLE) == '1') is not kept
-    assert os.environ.get(VARIABLE, '0') == '0'
+        assert assembler.launch_options() == ({} if kept else AS_FOR_AN_A100)
+    assert assembler.launch_options() == {}
+
+
+@pytest.mark.parametrize(
+    ('capability', 'sound', 'kept'),
+    [((9, 0), True, True), ((8, 0), False, True), ((10, 0), False, True), (None, False, True), ((9, 0), False, False)],
+)
+def test_a_kernel_that_no_call_may_compile_to_wgmma(monkeypatch, capability, sound, kept):
+    monkeypatch.setattr(devices, 'capability_of', lambda device=None: capability)
+    monkeypatch.setattr(assembler, 'is_sound', lambda: sound)
+    assert assembler.launch_options(wgmma=False) == ({} if kept else AS_FOR_AN_A100)
+    assert assembler.launch_options(wgmma=True) == {}
 
 
 @pytest.fixture
 def unsound_hopper(monkeypatch):
-    monkeypatch.setattr(assembler, 'capability_of', lambda device=None: (9, 0))
+    monkeypatch.setattr(devices, 'capability_of', lambda device=None: (9, 0))
     monkeypatch.setattr(assembler, 'is_sound', lambda: False)
+    monkeypatch.setattr(assembler, 'triton_version', lambda: (3, 6))
 
 
 @pytest.mark.usefixtures('unsound_hopper')
-@pytest.mark.parametrize('before', [None, '0', '1'])
-def test_the_variable_is_put_back(monkeypatch, before):
-    if before is not None:
-        monkeypatch.setenv(VARIABLE, before)
-
+def test_calls_within_calls():
     def fails():
-        with assembler.sound_products(*tensors(), False):
-            with assembler.sound_products(*tensors(), False):
-                pass
-            assert os.environ[VARIABLE] == '1'
+        with assembler.sound_products(*tensors(), shown=True):
+            assert assembler.launch_options() == {}
             raise ValueError('deliberate')
 
-    with pytest.raises(ValueError, match='deliberate'):
-        fails()
-    assert os.environ.get(VARIABLE) == (before or '0')
+    with assembler.sound_products(*tensors(), shown=False):
+        with pytest.raises(ValueError, match='deliberate'):
+            fails()
+        assert assembler.launch_options() == AS_FOR_AN_A100
+    assert assembler.launch_options() == {}
 
 
 @pytest.mark.usefixtures('unsound_hopper')
 def test_threads():
-    """Nobody takes the variable away from another thread."""
-    errors = []
+    """What one thread may launch is nothing to the others."""
+    inside, over, seen = threading.Event(), threading.Event(), []
 
-    def work():
-        for _ in range(2000):
-            with assembler.sound_products(*given, False):
-                if os.environ.get(VARIABLE) != '1':
-                    errors.append(1)
+    def hold():
+        with assembler.sound_products(*tensors(), shown=False):
+            inside.set()
+            over.wait()
+            seen.append(assembler.launch_options())
 
-    given = tensors()
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    assert assembler.launch_options() == {}
+    with assembler.sound_products(*tensors(), shown=True):
+        over.set()
         thread.join()
-    assert not errors
-    assert os.environ[VARIABLE] == '0'
+    assert seen == [AS_FOR_AN_A100]
+
+
+@pytest.mark.usefixtures('unsound_hopper')
+def test_options_reach_the_kernel(monkeypatch):
+    """Launched, and collected for compilation on other threads."""
+    monkeypatch.setattr(compile_ahead, '_INTERPRETED', False)
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: seen.append((args, options))
+
+        def warmup(self, *args, **options):
+            seen.append((args, options))
+
+    @compile_ahead.compiled_together(lambda: None)
+    def call():
+        for wgmma in (True, False):
+            compile_ahead.launch(Kernel(), (1,), wgmma=wgmma)(2, num_warps=4)
+
+    call()
+    launched = [((2,), {'num_warps': 4}), ((2,), {'num_warps': 4, **AS_FOR_AN_A100})]
+    collected = [(args, {'grid': (1,), **options}) for args, options in launched]
+    by_options = sorted(seen[:2], key=lambda one: len(one[1]))
+    assert (by_options, seen[2:]) == (collected, launched)
 
 
 @pytest.mark.triton
@@ -154,6 +183,8 @@ def test_what_is_compiled(monkeypatch, function, dim, lens):
     products = {one.name: one.kernel.asm['ttgir'].count('warp_group_dot ') for one in compiled}
     may = dim == 128 and lens is None
     assert (sum(products.values()) > 0) is may, products
+    # it is for a Hopper all the same
+    assert all('.target sm_90a' in one.kernel.asm['ptx'] for one in compiled)
 
 
 @pytest.mark.triton
@@ -179,125 +210,3 @@ def test_kernels_of_strong_decays_keep_from_wgmma(monkeypatch):
         assert asynchronous[name, 4] == {True}, name
     assert asynchronous['prepare_by_halves', 4] == {False}
     assert asynchronous['channels_backward', 8] == {False}  # by halves
-    assert os.environ.get(VARIABLE, '0') == '0'
-
-
-def test_a_sound_assembler_gets_every_kernel(monkeypatch):
-    class Kernel:
-        seen: ClassVar = []
-
-        def _do_compile(self, *args, **options):
-            self.seen.append((os.environ.get(VARIABLE, '0'), args, options))
-            return 'compiled'
-
-    kernel = assembler.without_wgmma(Kernel())
-    for capability, sound, kept in (
-        ((9, 0), True, True),
-        ((8, 0), False, True),
-        (None, False, True),
-        ((9, 0), False, False),
-    ):
-        monkeypatch.setattr(assembler, 'capability_of', lambda device=None, capability=capability: capability)
-        monkeypatch.setattr(assembler, 'is_sound', lambda sound=sound: sound)
-        Kernel.seen.clear()
-        assert kernel._do_compile(1, warmup=True) == 'compiled'
-        assert Kernel.seen == [('0' if kept else '1', (1,), {'warmup': True})]
-        assert assembler.is_without_wgmma(kernel) is not kept
-        assert not assembler.is_without_wgmma(Kernel())
-    with assembler.products_of_an_a100():
-        # nothing is left that it could disturb
-        assert not assembler.is_without_wgmma(kernel)
-
-
-def test_a_kernel_of_the_interpreter_is_left_alone():
-    kernel = object()
-    assert assembler.without_wgmma(kernel) is kernel
-    assert not assembler.is_without_wgmma(kernel)
-
-
-@pytest.mark.parametrize('count', [0, 1])
-def test_a_fork_while_the_variable_is_being_set(monkeypatch, count):
-    """Whoever has set it, or has put it back, is counted at that moment."""
-    seen = []
-
-    class Environment(dict):
-        def __setitem__(self, name, value):
-            seen.append((value, assembler._asking.times.total()))
-            super().__setitem__(name, value)
-
-    monkeypatch.setattr(assembler.os, 'environ', Environment())
-    with contextlib.ExitStack() as stack:
-        for _ in range(count + 1):
-            stack.enter_context(assembler.products_of_an_a100())
-    assert seen == [('1', n + 1) for n in range(count + 1)] + [('0', 1)]
-
-
-@pytest.mark.usefixtures('unsound_hopper')
-def test_a_fork_while_another_thread_has_the_variable_set():
-    inside, over = threading.Event(), threading.Event()
-
-    def hold():
-        with assembler.products_of_an_a100():
-            inside.set()
-            over.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    inside.wait()
-    child = os.fork()
-    if not child:
-        signal.alarm(20)
-        with assembler.products_of_an_a100():
-            within = os.environ[VARIABLE]
-        os._exit(0 if (within, os.environ[VARIABLE]) == ('1', '0') else 1)
-    over.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_fork_within():
-    """The child is still inside, and leaves although another thread, which is gone there, held the lock."""
-    held, over = threading.Event(), threading.Event()
-
-    def hold():
-        with assembler._asking.lock:
-            held.set()
-            over.wait()
-
-    thread = threading.Thread(target=hold)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(assembler.products_of_an_a100())
-        thread.start()
-        held.wait()
-        child = os.fork()
-        if not child:
-            signal.alarm(20)
-            within = os.environ[VARIABLE]
-            stack.close()
-            os._exit(0 if (within, os.environ[VARIABLE]) == ('1', '0') else 1)
-        over.set()
-        thread.join()
-    assert os.environ[VARIABLE] == '0'
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-@pytest.mark.usefixtures('unsound_hopper')
-def test_copies_of_the_environment_meanwhile():
-    """A name that vanishes while a thread copies the environment would be a KeyError there."""
-    given, over = tensors(), threading.Event()
-
-    def toggle():
-        while not over.is_set():
-            with assembler.sound_products(*given, False):
-                pass
-
-    with assembler.sound_products(*given, False):
-        pass
-    thread = threading.Thread(target=toggle)
-    thread.start()
-    try:
-        for _ in range(3000):
-            assert VARIABLE in {**os.environ}
-    finally:
-        over.set()
-        thread.join()

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fla.ops.common.assembler import is_without_wgmma
+from fla.ops.common.assembler import launch_options
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -28,20 +28,21 @@ _INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
 class _Collected(threading.local):
     """What this thread would have launched, kernel by kernel; None where it launches."""
 
-    calls: list[tuple[Any, Callable[[], Any]]] | None = None
+    calls: list[Callable[[], Any]] | None = None
 
 
 _collected = _Collected()
 
 
-def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """`kernel[grid]`, which a call that only collects does not launch."""
+def launch(kernel: Any, grid: tuple[int, ...], wgmma: bool = True) -> Callable[..., Any]:
+    """`kernel[grid]`, which a call that only collects does not launch. For `wgmma` see `launch_options`."""
+    more = launch_options(wgmma)
     calls = _collected.calls
     if calls is None:
-        return kernel[grid]  # type: ignore[no-any-return]
+        return functools.partial(kernel[grid], **more) if more else kernel[grid]
 
     def collect(*args: Any, **options: Any) -> None:
-        calls.append((kernel, functools.partial(kernel.warmup, *args, grid=grid, **options)))
+        calls.append(functools.partial(kernel.warmup, *args, grid=grid, **options, **more))
 
     return collect
 
@@ -112,13 +113,9 @@ def _compile_all(function: Callable[[], Any]) -> None:
     if len(calls) < 2:
         return
     device = torch.cuda.current_device() if _on_cuda() else None
-    # while a kernel is compiled without wgmma, none can be compiled with it
-    first = [call for kernel, call in calls if is_without_wgmma(kernel)]
-    for some in (first, [call for kernel, call in calls if not is_without_wgmma(kernel)]):
-        if some:
-            with ThreadPoolExecutor(min(len(some), os.cpu_count() or 1)) as pool:
-                for call in some:
-                    pool.submit(_compile, call, device)
+    with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1)) as pool:
+        for call in calls:
+            pool.submit(_compile, call, device)
 
 
 def _compile(call: Callable[[], Any], device: int | None) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.assembler import without_wgmma
 from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
 from fla.ops.kda.kernels.forward import from_middle, level_decay
@@ -537,10 +536,6 @@ def channels_backward(
     # boundaries of G were read by other threads
     tl.debug_barrier()
     tl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=mask)
-
-
-# The same, for BY_HALVES, to be compiled by itself: only that one is kept from wgmma.
-channels_backward_by_halves = without_wgmma(triton.jit(channels_backward.fn, do_not_specialize=['T']))
 
 
 @triton.jit

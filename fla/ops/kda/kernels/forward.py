@@ -17,7 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.assembler import without_wgmma
 from fla.ops.common.kernels.gates import beta_of, exp32, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
 from fla.ops.common.kernels.solve import below, spread, unit_lower_inverse
@@ -362,7 +361,6 @@ def prepare(
     store_updates(A, bt, k_norm, v_ptr, v_t, steps, inside, inverse, w, u, token, HV, K, V, SIZE, BK, BV, FULL, PRECISION)
 
 
-@without_wgmma
 @triton.jit(do_not_specialize=['T'])
 def prepare_by_halves(
     q,

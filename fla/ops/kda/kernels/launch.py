@@ -19,12 +19,13 @@ from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.kernels.state import states_forward
 from fla.ops.common.kernels.state_backward import states_backward
-from fla.ops.kda.kernels.backward import channels_backward, channels_backward_by_halves, heads_backward, pairs_backward
+from fla.ops.kda.kernels.backward import channels_backward, heads_backward, pairs_backward
 from fla.ops.kda.kernels.forward import decays, outputs, prepare, prepare_by_halves
 from fla.utils.devices import capability_of, shared_memory_of
 
 SIZE = 64
-# How far, in log decays, a step of a near chunk may be from the middle: see forward.py.
+# How far, in log decays, a step of a near chunk may be from the middle: see forward.py. The kernels of the other chunks keep
+# from wgmma where it may be miscompiled: some of their forms were, see docs/kernels.md.
 NEAR = 60.0
 
 
@@ -379,9 +380,8 @@ def within_chunks(
         dA_parts = parts(layout.rows, HV, kblocks, dtype=torch.float32, device=k.device)
     if settings.gate and dt_bias is not None:
         dbias_parts = parts(layout.rows, HV, K, dtype=torch.float32, device=k.device)
-    for kernel in (channels_backward, channels_backward_by_halves):
-        by_halves = kernel is channels_backward_by_halves
-        launch(kernel, (kblocks * programs,))(
+    for by_halves in (False, True):
+        launch(channels_backward, (kblocks * programs,), wgmma=not by_halves)(
             q,
             k,
             g,
@@ -496,7 +496,7 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
     )
     for kernel in (prepare_by_halves,) if half else (prepare, prepare_by_halves):
         wide = k.element_size() == 2 and kernel is prepare
-        launch(kernel, (layout.rows * HV,))(
+        launch(kernel, (layout.rows * HV,), wgmma=kernel is prepare)(
             *(q, k, v, beta, G, far, attend, selves, lower, inverse, w, u, kg, qg, cu_seqlens, table, settings.scale, T),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *beta.stride()),
             H=H,
