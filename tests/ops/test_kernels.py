@@ -112,10 +112,10 @@ def much_shared_memory(monkeypatch):
     """As on an H100, where one kernel runs over the chunks and writes the outputs: gives how often it did."""
     times = []
 
-    def counted(original, kernel, grid):
+    def counted(original, kernel, grid, **more):
         def run(*args, **options):
             times.extend([kernel] * (options.get('OUTPUTS') is True))
-            return original(kernel, grid)(*args, **options)
+            return original(kernel, grid, **more)(*args, **options)
 
         return run
 
