@@ -19,8 +19,16 @@ forward and backward; the bound of a kernel is 1.5 times the largest error that 
 
 **Kernels off the grid**, at other sizes, lengths and gates: the worst row is the one whose terms cancel most, and the more
 rows there are, the worse it is, for `HalfOperands` as well. There a row is a block of 16 steps of a head, or the state of a
-head (of all heads, where it has fewer than 64 numbers); and where `HalfOperands` makes larger errors on such a case than on
-the grid, 1.5 times those hold: of three draws of the gradients of o and of the state, as a worst row is a matter of chance.
+head (of all heads, where it has fewer than 64 numbers); and where `AlgorithmOperands` makes larger errors on such a case
+than on the grid, 1.5 times those hold: of three draws of the gradients of o and of the state, as a worst row is a matter of
+chance. `AlgorithmOperands` is `HalfOperands` with the products of the algorithm, where the reference has others. What it
+rounds beside follows from what is multiplied, not from how far off a kernel is:
+- Chunks multiply by the inverse X = (I + L)^-1, where the reference solves: X is an operand, below its diagonal of ones. In
+  the backward, the gated delta rule makes L's gradient from the solution, dL = -(X^T dU) U^T. KDA makes it by way of the
+  inverse's, dX = dU R^T of the right sides R and dL = -X^T dX X^T, so that dX and X^T dX are operands, too.
+- KDA has a gate per channel and multiplies e^(G - F) q by e^(F - G) k, with F the G of a step between theirs. The reference
+  does, but for a single channel, which it takes for one gate a head: then q and k, already narrow, are multiplied and the
+  decay comes after in float32. A second channel of zeros has it multiply as for many.
 
 **Gradients of gates** are differences of terms that cancel at strong gates. Their error is divided by
 max(RMS of the gradient, 1e-3 * RMS of those terms): q times its gradient, which is one of them, or at the end of a sequence
@@ -35,6 +43,8 @@ squares (per element of dt_bias).
 from __future__ import annotations
 
 import contextlib
+import operator
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 from unittest import mock
@@ -111,7 +121,7 @@ def of_kernel(name: str, operands: torch.dtype) -> tuple[float, float]:
 
 
 def off_grid(name: str, operands: torch.dtype, emulated: tuple[float, float]) -> tuple[float, float]:
-    """As `of_kernel`, of a case that is not on the grid, where `HalfOperands` makes such a relative RMS and worst row."""
+    """As `of_kernel`, of a case not on the grid, where `AlgorithmOperands` makes such a relative RMS and worst row."""
     rms, row = of_kernel(name, operands)
     return (rms, row) if operands in EXACT else (max(rms, 1.5 * emulated[0]), max(row, 1.5 * emulated[1]))
 
@@ -287,10 +297,14 @@ class HalfOperands(TorchDispatchMode):
         self.dtype = dtype
         self._patches = contextlib.ExitStack()
 
-    def __enter__(self):
+    def replaced(self) -> dict[str, Callable]:
+        """What stands for functions of `chunked` meanwhile."""
         solve = partial(torch.linalg.solve_triangular, **_UNIT_LOWER)
-        self._patches.enter_context(mock.patch.object(chunked, '_solve', solve))
-        self._patches.enter_context(mock.patch.object(chunked, '_decayed', partial(_Decayed.apply, self.dtype)))
+        return {'_solve': solve, '_decayed': partial(_Decayed.apply, self.dtype)}
+
+    def __enter__(self):
+        for name, function in self.replaced().items():
+            self._patches.enter_context(mock.patch.object(chunked, name, function))
         return super().__enter__()
 
     def __exit__(self, *raised):
@@ -305,6 +319,71 @@ class HalfOperands(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class AlgorithmOperands(HalfOperands):
+    """`HalfOperands` that multiplies what the algorithm does: by the inverse of the triangular system and, where there is a
+    gate per channel, by decayed q and k. Of one channel, shapes cannot tell it from one gate a head: `per_channel` does."""
+
+    def __init__(self, dtype: torch.dtype, per_channel: bool) -> None:
+        super().__init__(dtype)
+        self.per_channel = per_channel
+
+    def replaced(self) -> dict[str, Callable]:
+        if not self.per_channel:
+            return {**super().replaced(), '_solve': _Solved.apply}
+        two = partial(_of_two_channels, chunked._decayed_products)
+        return {**super().replaced(), '_solve': _by_inverse, '_decayed_products': two}
+
+
+def _of_two_channels(
+    products: Callable, x: torch.Tensor, y: torch.Tensor, k: torch.Tensor, g: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if k.shape[-1] == 1:
+        x, y, k, g = (torch.nn.functional.pad(tensor, (0, 1)) for tensor in (x, y, k, g))
+    return products(x, y, k, g)
+
+
+def _inverse(lower: torch.Tensor) -> torch.Tensor:
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+    return torch.linalg.solve_triangular(lower, eye, **_UNIT_LOWER)
+
+
+def _by_inverse(lower: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """(I + L)^-1 right, differentiated by way of the inverse."""
+    return right + _Inverse.apply(lower).tril(-1) @ right
+
+
+class _Inverse(torch.autograd.Function):
+    """(I + L)^-1; its gradient is asked below the diagonal."""
+
+    @staticmethod
+    def forward(ctx, lower):
+        inverse = _inverse(lower)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx, gradient):
+        turned = ctx.saved_tensors[0].mT
+        return -(turned @ gradient.tril(-1) @ turned).tril(-1)
+
+
+class _Solved(torch.autograd.Function):
+    """(I + L)^-1 right, differentiated by way of itself."""
+
+    @staticmethod
+    def forward(ctx, lower, right):
+        below = _inverse(lower).tril(-1)
+        solved = right + below @ right
+        ctx.save_for_backward(below, solved)
+        return solved
+
+    @staticmethod
+    def backward(ctx, gradient):
+        below, solved = ctx.saved_tensors
+        d_right = gradient + below.mT @ gradient
+        return -(d_right @ solved.mT).tril(-1), d_right
+
+
 class _Decayed(torch.autograd.Function):
     """decay * state, of which the gradient of decay sees both the state and its gradient rounded to `dtype`."""
 
@@ -317,8 +396,9 @@ class _Decayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         state, decay = ctx.saved_tensors
-        rounded = gradient.to(ctx.dtype).float() * state.to(ctx.dtype).float()
-        return None, decay * gradient, rounded.sum_to_size(decay.shape)
+        # a definition by chunks stays exact: it is float64
+        narrow = (x.to(ctx.dtype).to(x.dtype) if x.dtype == torch.float32 else x for x in (gradient, state))
+        return None, decay * gradient, operator.mul(*narrow).sum_to_size(decay.shape)
 
 
 _UNIT_LOWER = {'upper': False, 'unitriangular': True}

@@ -73,14 +73,16 @@ def beyond(function, given: Case, *, rows: bool = False, **more) -> list[str]:
 
 
 def emulate(function, given: Case, recurrence=None) -> dict[str, tuple[float, float]]:
-    """Relative RMS and worst row of the reference with operands rounded to the dtype of q, for some gradients of o."""
+    """Relative RMS and worst row of the reference multiplying what the algorithm does, rounded to the dtype of q, for some
+    gradients of o."""
 
     def run(tensors):
         return call(function, given.with_tensors(**tensors), 'reference')
 
     largest: dict[str, tuple[float, float]] = {}
     # a dispatch mode holds on its own thread, and the backward of a GPU runs on another one
-    with bounds.HalfOperands(given.tensors['q'].dtype), torch.autograd.set_multithreading_enabled(False):
+    rounded = bounds.AlgorithmOperands(given.tensors['q'].dtype, given.per_channel)
+    with rounded, torch.autograd.set_multithreading_enabled(False):
         for seed, scale in bounds.DRAWS:
             for name, (rms, row, _) in measure(given, run, recurrence, blocks=True, seed=seed, scale=scale).items():
                 old = largest.get(name, (0.0, 0.0))

@@ -1,0 +1,121 @@
+"""What the bounds of the delta rules off the grid are made with: the reference, multiplying what the algorithm does."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+from fla.ops.common import chunked
+from fla.ops.kda import chunk_kda
+from tests import bounds
+from tests.ops.delta_rules import CHUNKED, RAW, case, measure, name_of
+from tests.ops.kernels import EVERYTHING, call, emulate
+
+SIGMOID = {'use_beta_sigmoid_in_kernel': True, 'allow_neg_eigval': True}
+# no norms where there is one channel: they leave its sign alone, and gradients that are nothing but rounding
+SHAPES = {
+    'one channel': {'T': 130, 'B': 2, 'H': 2, 'HV': 4, 'K': 1, 'V': 5},
+    'one channel, packed': {'lens': [0, 1, 65, 0, 20], 'HV': 2, 'K': 1, 'V': 5, 'state_v_first': True, **SIGMOID},
+    'one channel, raw gates': {'T': 70, 'HV': 2, 'K': 1, 'V': 5, **RAW, **SIGMOID},
+    'one channel, no state': {'T': 20, 'K': 1, 'V': 1, 'initial': False},
+    'channels': {'T': 130, 'HV': 2, **EVERYTHING},
+    'channels, packed': {'lens': [3, 0, 65], 'HV': 2, **EVERYTHING},
+}
+every_shape = pytest.mark.parametrize('shape', SHAPES)
+every_chunked = pytest.mark.parametrize('function', CHUNKED, ids=name_of)
+
+
+def errors(function, given, mode):
+    with mode, torch.autograd.set_multithreading_enabled(False):
+        return measure(given, lambda tensors: call(function, given.with_tensors(**tensors), 'reference'), blocks=True)
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
+@every_shape
+@every_chunked
+def test_without_rounding_it_is_the_definition(function, shape, dtype):
+    given = case(function, dtype=dtype, **SHAPES[shape])
+    for name, (rms, row, _) in errors(function, given, bounds.AlgorithmOperands(dtype, given.per_channel)).items():
+        assert rms <= bounds.EXACT[dtype], name
+        assert row <= bounds.of_kernel(name, dtype)[1], name
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
+@every_shape
+@every_chunked
+def test_every_function_that_rounds_is_called(monkeypatch, function, shape, dtype):
+    """By each of the draws, and none is left behind."""
+    given = case(function, dtype=dtype, **SHAPES[shape])
+    before, called = dict(vars(chunked)), Counter()
+    replaced = bounds.AlgorithmOperands.replaced
+
+    def counted(self):
+        return {name: partial(once, name, replacement) for name, replacement in replaced(self).items()}
+
+    def once(name, replacement, *arguments):
+        called[name] += 1
+        return replacement(*arguments)
+
+    monkeypatch.setattr(bounds.AlgorithmOperands, 'replaced', counted)
+    found = emulate(function, given)
+    assert vars(chunked) == before
+    assert called.keys() == {'_solve', '_decayed', *(['_decayed_products'] if function is chunk_kda else [])}
+    assert min(called.values()) == called['_solve'] == len(bounds.DRAWS)
+    assert found.keys() == {'o', 'final', *(f'd{name}' for name in given.tensors)}
+    assert all(0 < rms < 1 and 0 < row < 1 for rms, row in found.values()), found
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
+@every_chunked
+def test_the_inverse_is_an_operand(function, dtype):
+    """All but its diagonal of ones, forward and backward. KDA's gradient of the system is made from the inverse's."""
+    torch.manual_seed(0)
+    lower, right, gradient = (torch.randn(2, 32, n) for n in (32, 6, 6))
+    lower = (lower / 8).tril(-1).requires_grad_()
+    right.requires_grad_()
+    with bounds.AlgorithmOperands(dtype, function is chunk_kda), torch.autograd.set_multithreading_enabled(False):
+        solved = chunked._solve(lower, right)
+        d_lower, d_right = torch.autograd.grad(solved, [lower, right], gradient)
+
+    def times(x, y):
+        return x.to(dtype).float() @ y.to(dtype).float()
+
+    inverse = torch.linalg.inv(torch.eye(32) + lower.detach().double()).float()
+    below, turned = inverse.tril(-1), inverse.mT
+    expected = right + times(below, right)
+    wanted = gradient + times(below.mT, gradient)
+    if function is chunk_kda:
+        slope = -times(times(turned, times(gradient, right.mT).tril(-1)), turned).tril(-1)
+    else:
+        slope = -times(wanted, expected.mT).tril(-1)
+    for ours, theirs in ((solved, expected), (d_right, wanted), (d_lower, slope)):
+        # a rounding may go the other way for what was computed in another order
+        assert bounds.relative_rms(theirs.detach(), ours.detach()) < bounds.ROUNDING[dtype] / 100
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
+@every_chunked
+def test_a_single_channel_is_multiplied_decayed(function, dtype):
+    """Products of narrow numbers of one channel are exact, and of one gate a head they stay so."""
+    torch.manual_seed(0)
+    x, y, k = (torch.randn(2, 64, 1).to(dtype).float() for _ in range(3))
+    g = -torch.rand(2, 64, 1, dtype=torch.float64).cumsum(-2) / 4
+    exact = [(a * k.mT * (g - g.mT).exp()).tril() for a in (x, y)]
+    with bounds.AlgorithmOperands(dtype, function is chunk_kda):
+        found = [product.tril() for product in chunked._decayed_products(x, y, k, g)]
+    for ours, theirs in zip(found, exact, strict=True):
+        error = bounds.relative_rms(theirs, ours)
+        assert 0.3 < error / bounds.ROUNDING[dtype] < 1 if function is chunk_kda else error < 1e-6
+
+
+def test_single_channels_err_more():
+    """In the gradient of the gates this is most of the error, which `HalfOperands` alone misses. Of two channels it does
+    not."""
+    ratios = []
+    for channels in (1, 2):
+        given = case(chunk_kda, dtype=torch.bfloat16, B=2, T=333, H=2, HV=4, K=channels, V=5)
+        half = errors(chunk_kda, given, bounds.HalfOperands(torch.bfloat16))['dg'][0]
+        ratios.append(errors(chunk_kda, given, bounds.AlgorithmOperands(torch.bfloat16, True))['dg'][0] / half)
+    assert ratios[0] > 1.6
+    assert 0.8 < ratios[1] < 1.4
