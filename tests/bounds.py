@@ -20,7 +20,7 @@ forward and backward; the bound of a kernel is 1.5 times the largest error that 
 **Kernels off the grid**, at other sizes, lengths and gates: the worst row is the one whose terms cancel most, and the more
 rows there are, the worse it is, for `HalfOperands` as well. There a row is a block of 16 steps of a head, or the state of a
 head (of all heads, where it has fewer than 64 numbers); and where `AlgorithmOperands` makes larger errors on such a case
-than on the grid, 1.5 times those hold: of three draws of the gradients of o and of the state, as a worst row is a matter of
+than on the grid, 1.5 times those hold: of all `DRAWS` of the gradients of o and of the state, as a worst row is a matter of
 chance. `AlgorithmOperands` is `HalfOperands` with the products of the algorithm, where the reference has others. What it
 rounds beside follows from what is multiplied, not from how far off a kernel is:
 - Chunks multiply by the inverse X = (I + L)^-1, where the reference solves: X is an operand, below its diagonal of ones. In
