@@ -36,9 +36,13 @@ interpreted = pytest.mark.interpreted
 
 @pytest.fixture
 def long_rows(monkeypatch):
-    """Rows of more than 16 elements are long."""
+    """Rows of more than 16 elements are long, and their tiles 32. Rules are kept, and must be neither from before nor for
+    other tests."""
+    kernels._backward_rule.cache_clear()
     monkeypatch.setattr(kernels, 'IN_REGISTERS', (16, 16))
     monkeypatch.setattr(kernels, 'TILE', 32)
+    yield
+    kernels._backward_rule.cache_clear()
 
 
 @interpreted

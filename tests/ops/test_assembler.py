@@ -121,12 +121,12 @@ def test_threads():
     def hold():
         with assembler.sound_products(*tensors(), shown=False):
             inside.set()
-            over.wait()
+            over.wait(20)
             seen.append(assembler.launch_options())
 
     thread = threading.Thread(target=hold)
     thread.start()
-    inside.wait()
+    assert inside.wait(20)
     assert assembler.launch_options() == {}
     with assembler.sound_products(*tensors(), shown=True):
         over.set()
@@ -153,10 +153,13 @@ def test_options_reach_the_kernel(monkeypatch):
             compile_ahead.launch(Kernel(), (1,), wgmma=wgmma)(2, num_warps=4)
 
     call()
-    launched = [((2,), {'num_warps': 4}), ((2,), {'num_warps': 4, **AS_FOR_AN_A100})]
+    launched = [((2,), {'num_warps': 4}), ((2,), {**AS_FOR_AN_A100, 'num_warps': 4})]
     collected = [(args, {'grid': (1,), **options}) for args, options in launched]
     by_options = sorted(seen[:2], key=lambda one: len(one[1]))
     assert (by_options, seen[2:]) == (collected, launched)
+    # a kernel compiled ahead is found again by its options in their order
+    orders = [[name for name in options if name != 'grid'] for _, options in by_options + seen[2:]]
+    assert orders[:2] == orders[2:]
 
 
 @pytest.mark.triton
@@ -183,6 +186,7 @@ def test_what_is_compiled(monkeypatch, function, dim, lens):
     products = {one.name: one.kernel.asm['ttgir'].count('warp_group_dot ') for one in compiled}
     may = dim == 128 and lens is None
     assert (sum(products.values()) > 0) is may, products
+    assert len({one.kernel.hash for one in compiled}) == len(compiled)
     # it is for a Hopper all the same
     assert all('.target sm_90a' in one.kernel.asm['ptx'] for one in compiled)
 
@@ -202,6 +206,7 @@ def test_kernels_of_strong_decays_keep_from_wgmma(monkeypatch):
     with compile_only((9, 0)) as compiled:
         o, _, saved, _ = chunk_forward(q, k, v, g, beta, settings)
         chunk_backward(saved, settings, o)
+    assert len({one.kernel.hash for one in compiled}) == len(compiled)  # those compiled ahead are what is launched
     asynchronous = {}
     for one in compiled:
         key = (one.name, one.num_warps)

@@ -38,7 +38,7 @@ def launch_options(wgmma: bool = True) -> dict[str, str]:
     Args:
         wgmma: False for a kernel that an assembler with these faults got wrong, or may, whichever call it is part of.
     """
-    if _here.as_for_an_a100 or not (wgmma or not _is_at_risk()):
+    if _here.as_for_an_a100 or (not wgmma and _is_at_risk()):
         return {'arch': 'sm80'}
     return {}
 

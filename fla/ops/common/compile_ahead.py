@@ -42,7 +42,8 @@ def launch(kernel: Any, grid: tuple[int, ...], wgmma: bool = True) -> Callable[.
         return functools.partial(kernel[grid], **more) if more else kernel[grid]
 
     def collect(*args: Any, **options: Any) -> None:
-        calls.append(functools.partial(kernel.warmup, *args, grid=grid, **options, **more))
+        # in the order of a launch: Triton's key of a compiled kernel depends on it
+        calls.append(functools.partial(kernel.warmup, *args, grid=grid, **more, **options))
 
     return collect
 

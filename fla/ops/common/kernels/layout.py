@@ -2,7 +2,8 @@
 
 Rows of the chunk table are the unit of the parallel kernels and the index of everything stored per chunk. For packed
 sequences the table is built on the device on each call, from shapes alone: no synchronisation, nothing kept between calls,
-so that a captured graph follows new lengths. Lengths are clamped to [0, T]: bad ones give wrong numbers, no wild accesses.
+so that a captured graph follows new lengths. Lengths are clamped to [0, T] and to the rows of the table: bad ones give
+wrong numbers, no wild accesses.
 """
 
 from __future__ import annotations
@@ -58,6 +59,15 @@ def sequence_span(cu_seqlens, n, T):
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int32), 0), T)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int32), start), T)
     return start, end
+
+
+@triton.jit
+def sequence_rows(cu_seqlens, offsets, n, T, SIZE: tl.constexpr):
+    """Start and end of sequence n, and its first row of the chunk table: no more steps than it has rows for, of which
+    sequences that overlap may lack some."""
+    start, end = sequence_span(cu_seqlens, n, T)
+    row, after = tl.load(offsets + n), tl.load(offsets + n + 1)
+    return start, tl.minimum(end, start + (after - row) * SIZE), row.to(tl.int64)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fla.ops.common.kernels.gates import exp32
-from fla.ops.common.kernels.layout import sequence_span
+from fla.ops.common.kernels.layout import sequence_rows
 
 
 @triton.jit(do_not_specialize=['T'])
@@ -73,8 +73,7 @@ def states_backward(
     vb, nh = pid % tl.cdiv(V, BV), pid // tl.cdiv(V, BV)
     n, hv = nh // HV, nh % HV
     if PACKED:
-        start, end = sequence_span(cu_seqlens, n, T)
-        row = tl.load(offsets + n).to(tl.int64)
+        start, end, row = sequence_rows(cu_seqlens, offsets, n, T, SIZE)
         batch = (n * 0).to(tl.int64)
     else:
         start, end = n * 0, T
