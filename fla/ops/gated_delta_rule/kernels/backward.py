@@ -7,9 +7,9 @@ Per chunk, with X = (I + L)^-1, and D the gradient of the system's right-hand si
     D  = X^T dU';   dV = beta D;   dL = -tril(D U'^T, -1);   dM = tril(dO U'^T)
     dbeta_i = <D_i, (V - e^G K S)_i> + sum_j dL_ij L_ij / beta_i
 
-`recompute` repeats w, u and M of the forward; `states_forward` and `states_backward` (shared) give the states,
-U', their gradients and dU'; `within` does what stays within a chunk, `through` what goes through the states; `finish_gates`
-and `finish_heads` sum over steps, channels and groups of heads. Nothing is added atomically.
+`scores` repeats M of the forward; `states_forward` gives the states and U', `states_backward` their gradients, D and dV;
+`within` does what stays within a chunk, `through` what goes through the states; `finish_gates` and `finish_heads` sum over
+steps, channels and groups of heads. Nothing is added atomically.
 
 Norms: where q and k are normalised, products are of raw rows and 1 / norm stands among the factors. A gradient that is left
 by `through` is that of q or k with the norm held constant, and `finish_heads` takes out what lies along the row.
@@ -20,32 +20,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, sigmoid, softplus
+from fla.ops.common.kernels.gates import exp32, inverse_norm, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
-from fla.ops.gated_delta_rule.kernels.forward import store_scores
-
-
-@triton.jit
-def load_beta(beta, beta_at, b_t, steps, inside, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
-    """beta of the steps of a chunk, 0 outside it."""
-    raw = tl.load(beta + beta_at + steps.to(tl.int64) * b_t, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(inside, beta_of(raw, SIGMOID, DOUBLE), 0.0)
+from fla.ops.gated_delta_rule.kernels.forward import load_beta, store_scores
 
 
 @triton.jit(do_not_specialize=['T'])
-def recompute(
+def scores(
     q,
     k,
-    v,
-    beta,
     G,
-    inverse,
     rq,
     rk,
     attend,
     selves,
-    w,
-    u,
     cu_seqlens,
     table,
     scale,
@@ -56,27 +44,16 @@ def recompute(
     k_b,
     k_t,
     k_h,
-    v_b,
-    v_t,
-    v_h,
-    b_b,
-    b_t,
-    b_h,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
-    BV: tl.constexpr,
     NORMALISE: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    DOUBLE: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written, contiguous: rq and rk, float32 `[B, T, HV]` (NORMALISE), w `[B, T, HV, K]` and u
-    `[B, T, HV, V]` in k's dtype, and what `store_scores` writes."""
+    """Grid (rows * HV,). Written: rq and rk, float32 `[B, T, HV]` (NORMALISE), and what `store_scores` writes."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -86,16 +63,13 @@ def recompute(
     steps = tl.arange(0, SIZE)
     inside = first + steps < end
     batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
-    head, hv64 = (hv // (HV // H)).to(tl.int64), hv.to(tl.int64)
+    head = (hv // (HV // H)).to(tl.int64)
     q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
     k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
-    v_ptr = v + batch64 * v_b + first64 * v_t + hv64 * v_h
     token = (batch64 * T + first64) * HV + hv
-    own = steps[:, None] * HV
     time = steps[:, None].to(tl.int64)
     one = token + steps * HV
     Gc = tl.load(G + one, mask=inside, other=0.0)
-    bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
     k_norm = tl.full([SIZE], 1.0, tl.float32)
     q_norm = tl.full([SIZE], 1.0, tl.float32)
     if NORMALISE:
@@ -103,26 +77,14 @@ def recompute(
         q_norm = inverse_norm(q_ptr, q_t, time, inside, K, BK)
         tl.store(rk + one, k_norm, mask=inside)
         tl.store(rq + one, q_norm, mask=inside)
-    X = tl.load(inverse + token * SIZE + (own * SIZE + steps[None, :]), mask=inside[:, None], other=0.0).to(tl.float32)
-    for_w = (X * (bt * exp32(Gc) * k_norm)[None, :]).to(w.dtype.element_ty)
-    for_u = tl.where(steps[:, None] > steps[None, :], X * bt[None, :], 0.0).to(u.dtype.element_ty)
-    scores = tl.zeros([SIZE, SIZE], tl.float32)
+    product = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
         Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
-        W = tl.dot(for_w, keys, input_precision=PRECISION)
-        tl.store(w + token * K + (own * K + cols[None, :]), W.to(w.dtype.element_ty), mask=mask)
-        scores += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
-    store_scores(scores, q_norm * scale, k_norm, Gc, steps, inside, attend, selves, token, HV, SIZE)
-    for i in range(0, V, BV):
-        cols = i + tl.arange(0, BV)
-        mask = inside[:, None] & (cols[None, :] < V)
-        at = token * V + (own * V + cols[None, :])
-        values = tl.load(v_ptr + time * v_t + cols[None, :], mask=mask, other=0.0)
-        U = tl.dot(for_u, values, input_precision=PRECISION) + bt[:, None] * values.to(tl.float32)
-        tl.store(u + at, U.to(u.dtype.element_ty), mask=mask)
+        product += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
+    store_scores(product, q_norm * scale, k_norm, Gc, steps, inside, attend, selves, token, HV, SIZE)
 
 
 @triton.jit(do_not_specialize=['T'])
@@ -133,12 +95,10 @@ def within(
     beta,
     do,
     G,
-    inverse,
     rq,
     rk,
     v_new,
-    du,
-    dv,
+    D,
     from_q,
     from_k,
     d_G,
@@ -175,8 +135,7 @@ def within(
     """Grid (rows * HV,).
 
     Args:
-        du: `[B, T, HV, V]`: the gradient of U' when called, D afterwards.
-        dv: `[B, T, HV, V]`, written.
+        v_new, D: `[B, T, HV, V]`, contiguous.
         from_q, from_k: `[B, T, HV, SIZE]` in k's dtype, written: the gradients of the plain products q k^T and k k^T, the
             second plus its transpose.
         d_G, d_beta: float32 `[·, B, T, HV]`, of which the first `[B, T, HV]` are written: shares in the gradients of the
@@ -232,23 +191,18 @@ def within(
     to_G = tl.sum(flow, 1) - tl.sum(flow, 0)
     # k against k
     bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
-    X = tl.load(inverse + square, mask=inside[:, None], other=0.0)
     slope = tl.zeros([SIZE, SIZE], tl.float32)
     along = tl.zeros([SIZE, BV], tl.float32)
     for i in range(0, V, BV):
         cols = i + tl.arange(0, BV)
         mask = inside[:, None] & (cols[None, :] < V)
         at = token * V + (own * V + cols[None, :])
-        dU = tl.load(du + at, mask=mask, other=0.0)
+        dE = tl.load(D + at, mask=mask, other=0.0)
         update = tl.load(v_new + at, mask=mask, other=0.0)
         values = tl.load(v_ptr + time * v_t + cols[None, :], mask=mask, other=0.0)
-        D = tl.dot(tl.trans(X), dU, input_precision=PRECISION)
-        tl.store(dv + at, (D * bt[:, None]).to(dv.dtype.element_ty), mask=mask)
         # summed after the loop: see `inverse_norm`
-        along += D * values.to(tl.float32)
-        D = D.to(du.dtype.element_ty)
-        tl.store(du + at, D, mask=mask)
-        slope += tl.dot(D, tl.trans(update), input_precision=PRECISION)
+        along += dE.to(tl.float32) * values.to(tl.float32)
+        slope += tl.dot(dE, tl.trans(update), input_precision=PRECISION)
     to_beta = tl.sum(along, 1)
     product = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
@@ -317,7 +271,7 @@ def through(
 
     Args:
         h, dh: `[rows, HV, K, V]`: the state before and the gradient of the state after each chunk.
-        D, from_q, from_k: as left by `within`.
+        D, from_q, from_k: of `states_backward` and `within`.
         dq, dk: `[B, T, HV, K]`, written.
         d_G, d_beta: float32 `[1 + ceil(K / BK), B, T, HV]`: block i of channels writes share 1 + i.
         tokens: B * T.

@@ -1,7 +1,7 @@
 """Forward of the chunked gated delta rule: what is parallel over chunks.
 
-`prepare` turns keys, values and gates into the WY form of each chunk; `states_forward` (shared) runs over the chunks. That
-gives the outputs, for which `prepare` leaves the scores, or `outputs` reads the states back.
+`prepare` inverts the system of each chunk; `states_forward` solves with it, one chunk after the other. That gives the
+outputs, for which `prepare` leaves the scores, or `outputs` reads the states back.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ def gate_of(g, hv, A_log, dt_bias, GATE: tl.constexpr, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
+def load_beta(beta, beta_at, b_t, steps, inside, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
+    """beta of the steps of a chunk, 0 outside it."""
+    raw = tl.load(beta + beta_at + steps.to(tl.int64) * b_t, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, beta_of(raw, SIGMOID, DOUBLE), 0.0)
+
+
+@triton.jit
 def store_scores(scores, q_factor, k_factor, Gc, steps, inside, attend, selves, token, HV: tl.constexpr, SIZE: tl.constexpr):
     """Written, of the scores M = scale tril(q k^T e^{G - G'}): those of each step with the ones before it, `attend` in k's
     dtype `[B, T, HV, SIZE]`, and with itself, `selves` in float32 `[B, T, HV]`. The latter are most of the outputs, and
@@ -42,7 +49,6 @@ def store_scores(scores, q_factor, k_factor, Gc, steps, inside, attend, selves, 
 def prepare(
     q,
     k,
-    v,
     g,
     beta,
     A_log,
@@ -53,8 +59,6 @@ def prepare(
     attend,
     selves,
     inverse,
-    w,
-    u,
     cu_seqlens,
     table,
     scale,
@@ -65,9 +69,6 @@ def prepare(
     k_b,
     k_t,
     k_h,
-    v_b,
-    v_t,
-    v_h,
     g_b,
     g_t,
     g_h,
@@ -77,10 +78,8 @@ def prepare(
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
-    BV: tl.constexpr,
     NORMALISE: tl.constexpr,
     GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -91,8 +90,8 @@ def prepare(
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written: G, wide, and rk, float32, `[B, T, HV]`; inverse `[B, T, HV, SIZE]`, w `[B, T, HV, K]`,
-    u `[B, T, HV, V]` in k's dtype, with (I + L)^-1 as `inverse`; with ATTEND also rq and what `store_scores` writes."""
+    """Grid (rows * HV,). Written: G, wide, and rk, float32, `[B, T, HV]`; (I + L)^-1 as `inverse` `[B, T, HV, SIZE]` in k's
+    dtype, L = tril(beta k k^T e^{G - G'}, -1); with ATTEND also rq and what `store_scores` writes."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -105,15 +104,13 @@ def prepare(
     head = (hv // (HV // H)).to(tl.int64)
     k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
     q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
-    v_ptr = v + batch64 * v_b + first64 * v_t + hv.to(tl.int64) * v_h
     token = (batch64 * T + first64) * HV + hv
     own = steps.to(tl.int64) * HV
     gate = tl.load(g + batch64 * g_b + first64 * g_t + hv * g_h + steps.to(tl.int64) * g_t, mask=inside, other=0.0)
     gate = gate_of(gate.to(tl.float32), hv, A_log, dt_bias, GATE, HAS_BIAS)
     Gc = tl.cumsum(tl.where(inside, gate, 0.0).to(G.dtype.element_ty), 0)
     tl.store(G + token + own, Gc, mask=inside)
-    bt = tl.load(beta + batch64 * b_b + first64 * b_t + hv * b_h + steps.to(tl.int64) * b_t, mask=inside, other=0.0)
-    bt = tl.where(inside, beta_of(bt.to(tl.float32), SIGMOID, DOUBLE), 0.0)
+    bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv.to(tl.int64) * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
     scores = tl.zeros([SIZE, SIZE], tl.float32)
     for_q = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
@@ -141,21 +138,6 @@ def prepare(
         store_scores(for_q, factor, norm, Gc, steps, inside, attend, selves, token, HV, SIZE)
     X = unit_lower_inverse(tl.where(strict, scores * decay * bt[:, None], 0.0), INVERSE_PRECISION)
     tl.store(inverse + square, X.to(inverse.dtype.element_ty), mask=inside[:, None])
-    for_w = (X * (bt * exp32(Gc) * norm)[None, :]).to(w.dtype.element_ty)
-    for i in range(0, K, BK):
-        cols = i + tl.arange(0, BK)
-        mask = inside[:, None] & (cols[None, :] < K)
-        keys = tl.load(k_ptr + steps[:, None].to(tl.int64) * k_t + cols[None, :], mask=mask, other=0.0)
-        W = tl.dot(for_w, keys, input_precision=PRECISION)
-        tl.store(w + token * K + own[:, None] * K + cols[None, :], W.to(w.dtype.element_ty), mask=mask)
-    # the diagonal is beta, most of u, which rounding would change more than all the rest does
-    for_u = tl.where(strict, X * bt[None, :], 0.0).to(u.dtype.element_ty)
-    for i in range(0, V, BV):
-        cols = i + tl.arange(0, BV)
-        mask = inside[:, None] & (cols[None, :] < V)
-        values = tl.load(v_ptr + steps[:, None].to(tl.int64) * v_t + cols[None, :], mask=mask, other=0.0)
-        U = tl.dot(for_u, values, input_precision=PRECISION) + bt[:, None] * values.to(tl.float32)
-        tl.store(u + token * V + own[:, None] * V + cols[None, :], U.to(u.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=['T'])

@@ -15,11 +15,11 @@ import triton
 from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
-from fla.ops.common.kernels.state import states_forward
-from fla.ops.common.kernels.state_backward import states_backward
 from fla.ops.common.triton_call import in_rows
-from fla.ops.gated_delta_rule.kernels.backward import finish_gates, finish_heads, recompute, through, within
+from fla.ops.gated_delta_rule.kernels.backward import finish_gates, finish_heads, scores, through, within
 from fla.ops.gated_delta_rule.kernels.forward import outputs, prepare
+from fla.ops.gated_delta_rule.kernels.states import states_forward
+from fla.ops.gated_delta_rule.kernels.states_backward import states_backward
 from fla.utils.devices import capability_of, shared_memory_of
 
 CHUNK = 64
@@ -89,16 +89,13 @@ def chunk_forward(
     if normalise:
         rk = torch.empty_like(G, dtype=torch.float32)
         rq = rk if attend is None else torch.empty_like(rk)
-    w = _empty(q, batch, length, heads, dim_k)
-    u = _empty(q, batch, length, heads, dim_v)
     chunks = layout.rows * heads
     launch(prepare, (chunks,))(
-        *(q, k, v, g, beta, A_log, dt_bias, G, rq, rk, attend, selves, inverse, w, u),
+        *(q, k, g, beta, A_log, dt_bias, G, rq, rk, attend, selves, inverse),
         *(cu_seqlens, layout.table, options.scale, length),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride(), *beta.stride()),
+        *(*q.stride()[:3], *k.stride()[:3], *g.stride(), *beta.stride()),
         **common,
         BK=rule.block_k,
-        BV=rule.block_v,
         NORMALISE=normalise,
         GATE=options.use_gate_in_kernel,
         HAS_BIAS=dt_bias is not None,
@@ -110,7 +107,7 @@ def chunk_forward(
     )
     o = _empty(v, batch, length, heads, dim_v)
     h, v_new, final = _states(
-        *(q, k, attend, selves, w, u, G, rq, rk, o, initial_state, cu_seqlens, layout),
+        *(q, k, v, beta, attend, selves, inverse, G, rq, rk, o, initial_state, cu_seqlens, layout),
         *(options, output_final_state, common, rule),
     )
     if attend is None:
@@ -118,6 +115,7 @@ def chunk_forward(
             *(q, k, v_new, G, rk, h, o, cu_seqlens, layout.table, options.scale, length),
             *(*q.stride()[:3], *k.stride()[:3]),
             **common,
+            V=dim_v,
             BK=rule.block_k,
             BV=rule.output_block_v,
             NORMALISE=normalise,
@@ -164,34 +162,33 @@ def chunk_backward(
     rq, rk = None, G  # not read
     if normalise:
         rq, rk = (_empty(q, batch, length, heads, dtype=torch.float32) for _ in range(2))
-    w = _empty(q, batch, length, heads, dim_k)
-    u, du = (_empty(q, batch, length, heads, dim_v) for _ in range(2))
     attend, selves = torch.empty_like(inverse), _empty(q, batch, length, heads, dtype=torch.float32)
-    launch(recompute, (chunks,))(
-        *(q, k, v, beta, G, inverse, rq, rk, attend, selves, w, u, cu_seqlens, layout.table, options.scale, length),
-        *(*strides_qk, *v.stride()[:3], *beta.stride()),
+    launch(scores, (chunks,))(
+        *(q, k, G, rq, rk, attend, selves, cu_seqlens, layout.table, options.scale, length, *strides_qk),
         **common,
-        **of_beta,
         BK=rule.block_k,
-        BV=rule.block_v,
         NORMALISE=normalise,
         num_warps=rule.warps,
         num_stages=rule.stages,
     )
     h, v_new, _ = _states(
-        *(q, k, None, None, w, u, G, rq, rk, None, initial_state, cu_seqlens, layout, options, False, common, rule)
+        *(q, k, v, beta, None, None, inverse, G, rq, rk, None, initial_state, cu_seqlens, layout),
+        *(options, False, common, rule),
     )
     assert h is not None
     assert v_new is not None
+    D, dv = _empty(k, batch, length, heads, dim_v), _empty(v, batch, length, heads, dim_v)
     dh = torch.empty_like(h)
     d_initial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     launch(states_backward, (triton.cdiv(dim_v, rule.backward_block_v) * layout.count * heads,))(
-        *(q, k, attend, selves, w, do, G, rq, rk, du, dh, None if d_final is None else d_final.contiguous(), d_initial),
-        *(cu_seqlens, layout.offsets, options.scale, length, *strides_qk),
+        *(q, k, beta, attend, selves, inverse, do, G, rq, rk, D, dv, dh),
+        *(None if d_final is None else d_final.contiguous(), d_initial),
+        *(cu_seqlens, layout.offsets, options.scale, length, *strides_qk, *beta.stride()),
         **common,
+        **of_beta,
+        V=dim_v,
         BK=rule.whole_k,
         BV=rule.backward_block_v,
-        PER_CHANNEL=False,
         NORMALISED=normalise,
         HAS_FINAL=d_final is not None,
         HAS_INITIAL=initial_state is not None,
@@ -199,18 +196,17 @@ def chunk_backward(
         STAGES=rule.backward_stages,
         num_warps=rule.state_warps,
     )
-    del w, u
-    dv = _empty(v, batch, length, heads, dim_v)
     # `states_backward` was the last to read the scores
     from_q, from_k = attend, torch.empty_like(inverse)
     shares = 1 + triton.cdiv(dim_k, rule.block_k)
     d_G, d_beta = (_empty(q, shares, batch, length, heads, dtype=torch.float32) for _ in range(2))
     launch(within, (chunks,))(
-        *(q, k, v, beta, do, G, inverse, rq, rk, v_new, du, dv, from_q, from_k, d_G, d_beta),
+        *(q, k, v, beta, do, G, rq, rk, v_new, D, from_q, from_k, d_G, d_beta),
         *(cu_seqlens, layout.table, options.scale, length),
         *(*strides_qk, *v.stride()[:3], *beta.stride()),
         **common,
         **of_beta,
+        V=dim_v,
         BK=rule.block_k,
         BV=rule.block_v,
         NORMALISE=normalise,
@@ -219,10 +215,11 @@ def chunk_backward(
     )
     dq_each, dk_each = (_empty(q, batch, length, heads, dim_k) for _ in range(2))
     launch(through, ((shares - 1) * chunks,))(
-        *(q, k, beta, do, G, rq, rk, v_new, du, h, dh, from_q, from_k, dq_each, dk_each, d_G, d_beta),
+        *(q, k, beta, do, G, rq, rk, v_new, D, h, dh, from_q, from_k, dq_each, dk_each, d_G, d_beta),
         *(cu_seqlens, layout.table, options.scale, length, batch * length, *strides_qk, *beta.stride()),
         **common,
         **of_beta,
+        V=dim_v,
         BK=rule.block_k,
         BV=rule.block_v,
         NORMALISE=normalise,
@@ -270,10 +267,11 @@ def chunk_backward(
 def _states(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
     attend: torch.Tensor | None,
     selves: torch.Tensor | None,
-    w: torch.Tensor,
-    u: torch.Tensor,
+    inverse: torch.Tensor,
     G: torch.Tensor,
     rq: torch.Tensor | None,
     rk: torch.Tensor,
@@ -288,24 +286,26 @@ def _states(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """States before each chunk `[rows, HV, K, V]`, U' `[B, T, HV, V]` and the final state. With `attend` o is written, and
     not the first two."""
-    heads, dim_v = u.shape[2:]
+    batch, length, heads, dim_v = v.shape
     dim_k = k.shape[-1]
     h = v_new = final = None
     if attend is None:
-        h = _empty(u, layout.rows, heads, dim_k, dim_v)
-        v_new = torch.empty_like(u)
+        h = _empty(k, layout.rows, heads, dim_k, dim_v)
+        v_new = _empty(k, batch, length, heads, dim_v)
     if output_final_state:
         shape = (dim_v, dim_k) if options.state_v_first else (dim_k, dim_v)
-        final = _empty(u, layout.count, heads, *shape, dtype=torch.float32)
+        final = _empty(k, layout.count, heads, *shape, dtype=torch.float32)
     launch(states_forward, (triton.cdiv(dim_v, rule.state_block_v) * layout.count * heads,))(
-        *(q, k, attend, selves, w, u, G, rq, rk, h, v_new, o),
+        *(q, k, v, beta, attend, selves, inverse, G, rq, rk, h, v_new, o),
         *(None if initial_state is None else initial_state.contiguous(), final, cu_seqlens, layout.offsets),
-        *(options.scale, G.shape[1], *q.stride()[:3], *k.stride()[:3]),
+        *(options.scale, length, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *beta.stride()),
         **common,
+        V=dim_v,
         BK=rule.whole_k,
         BV=rule.state_block_v,
-        PER_CHANNEL=False,
         NORMALISED=options.use_qk_l2norm_in_kernel,
+        SIGMOID=options.use_beta_sigmoid_in_kernel,
+        DOUBLE=options.allow_neg_eigval,
         OUTPUTS=attend is not None,
         HAS_INITIAL=initial_state is not None,
         HAS_FINAL=output_final_state,
@@ -353,7 +353,6 @@ def _common(q: torch.Tensor, v: torch.Tensor, layout: Layout) -> dict[str, Any]:
         'H': q.shape[2],
         'HV': v.shape[2],
         'K': q.shape[3],
-        'V': v.shape[3],
         'SIZE': layout.size,
         'PACKED': layout.packed,
         'PRECISION': precisions.of_products(q.dtype),

@@ -1,7 +1,7 @@
 """Backward of chunked Kimi delta attention: what is parallel over chunks.
 
 In a chunk, T = (I + L)^-1 diag(beta), W = T (e^G K), U' = T V - W S, O = (scale e^G Q) S + M U' and
-S' = e^{G_C} S + (e^{G_C - G} K)^T U'. `states_backward` (shared) has given the gradients of S' and of U'. `pairs_backward`
+S' = e^{G_C} S + (e^{G_C - G} K)^T U'. `states_backward` has given the gradients of S' and of U'. `pairs_backward`
 gives those of everything that has two steps (M, T, L) and of v and beta; then `channels_backward` gives those of q, k and
 the gate, in which channels are independent, through the middle of the chunk or by halves as the forward does.
 

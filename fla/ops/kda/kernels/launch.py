@@ -17,10 +17,10 @@ import triton
 from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
-from fla.ops.common.kernels.state import states_forward
-from fla.ops.common.kernels.state_backward import states_backward
 from fla.ops.kda.kernels.backward import channels_backward, heads_backward, pairs_backward
 from fla.ops.kda.kernels.forward import decays, outputs, prepare, prepare_by_halves
+from fla.ops.kda.kernels.states import states_forward
+from fla.ops.kda.kernels.states_backward import states_backward
 from fla.utils.devices import capability_of, shared_memory_of
 
 SIZE = 64
@@ -238,31 +238,19 @@ def chunk_backward(
         chunks.w,
         do,
         chunks.G,
-        None,
-        None,
         du,
         dh,
         d_final,
         d_initial,
         cu_seqlens,
         offsets,
-        settings.scale,
         T,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        H=H,
         HV=HV,
         K=K,
         V=V,
         SIZE=SIZE,
         BK=_block(K, 256),
         BV=BV,
-        PER_CHANNEL=True,
-        NORMALISED=False,
         HAS_FINAL=d_final is not None,
         HAS_INITIAL=d_initial is not None,
         V_FIRST=settings.v_first,
@@ -536,19 +524,15 @@ def _recurrence(
     stages = _stages(k, (2 * K + BV) * SIZE, K * BV + SIZE * BV, 3) if o is None else _stages_with_outputs(k, V)
     launch(states_forward, (triton.cdiv(V, BV) * layout.count * HV,))(
         *(prepared.qg, prepared.kg, prepared.attend, prepared.selves, prepared.w, prepared.u, prepared.G),
-        *(None, None, h),
+        h,
         prepared.u,  # v_new: a program overwrites a tile of u that it alone has read
-        *(o, initial_state, final, saved.cu_seqlens, layout.offsets, settings.scale, v.shape[1]),
-        *(0, 0, 0, 0, 0, 0),
-        H=saved.q.shape[2],
+        *(o, initial_state, final, saved.cu_seqlens, layout.offsets, v.shape[1]),
         HV=HV,
         K=K,
         V=V,
         SIZE=SIZE,
         BK=_block(K, 256),
         BV=BV,
-        PER_CHANNEL=True,
-        NORMALISED=False,
         OUTPUTS=o is not None,
         HAS_INITIAL=initial_state is not None,
         HAS_FINAL=final is not None,

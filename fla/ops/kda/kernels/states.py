@@ -1,4 +1,4 @@
-"""The recurrence over chunks: the only part of the delta rule that is sequential.
+"""The recurrence of Kimi delta attention over chunks: the only part that is sequential.
 
     U' = U - W S;   S <- decay S + K'^T U'
 
@@ -28,8 +28,6 @@ def states_forward(
     w,
     u,
     G,
-    rq,
-    rk,
     h,
     v_new,
     o,
@@ -37,23 +35,13 @@ def states_forward(
     final,
     cu_seqlens,
     offsets,
-    scale,
     T,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    NORMALISED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
@@ -65,12 +53,11 @@ def states_forward(
     """Grid (N * HV * ceil(V / BV),): one axis, because the others end at 65,535.
 
     Args:
-        q, k: `[B, T, H, K]` by strides; with PER_CHANNEL scale e^G q and e^{G_C - G} k `[B, T, HV, K]` contiguous instead.
+        q, k: scale e^G q and e^{G_C - G} k, `[B, T, HV, K]`, contiguous.
         attend, selves: M below and on its diagonal, `[B, T, HV, SIZE]` in k's dtype and float32 `[B, T, HV]`, contiguous.
             They and q are read with OUTPUTS.
         w `[B, T, HV, K]`, u `[B, T, HV, V]`: contiguous, in k's dtype.
-        G: running log decay, float32 or float64 `[B, T, HV]` or `[B, T, HV, K]`.
-        rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`, read with NORMALISED.
+        G: running log decay, float32 or float64 `[B, T, HV, K]`.
         h: `[rows, HV, K, V]`, states before each chunk; v_new: `[B, T, HV, V]`; both written, in k's dtype, but with OUTPUTS
             o `[B, T, HV, V]` instead.
         initial, final: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`.
@@ -104,25 +91,14 @@ def states_forward(
     else:
         n_ptr = v_new + (token * HV + hv) * V
         h_ptr = h + (row * HV + hv) * K * V + rk_[:, None] * V + cv[None, :]
-    if PER_CHANNEL:
-        k_ptr = k + (token * HV + hv) * K
-        q_ptr = q + (token * HV + hv) * K
-        G_ptr = G + (token * HV + hv) * K
-    else:
-        head = (hv // (HV // H)).to(tl.int64)
-        k_ptr = k + batch * k_b + start.to(tl.int64) * k_t + head * k_h
-        q_ptr = q + batch * q_b + start.to(tl.int64) * q_t + head * q_h
-        G_ptr = G + token * HV + hv
-    if NORMALISED:
-        rk_ptr = rk + token * HV + hv
-        if OUTPUTS:
-            rq_ptr = rq + token * HV + hv
+    k_ptr = k + (token * HV + hv) * K
+    q_ptr = q + (token * HV + hv) * K
+    G_ptr = G + (token * HV + hv) * K
     for c in tl.range(0, tl.cdiv(length, SIZE), num_stages=STAGES):
         t = c * SIZE + steps
         inside = t < length
         last = tl.minimum(c * SIZE + SIZE, length) - 1
         tile = t[:, None].to(tl.int64) * HV
-        time = t[:, None].to(tl.int64)
         k_mask = inside[:, None] & (rk_[None, :] < K)
         v_mask = inside[:, None] & (cv[None, :] < V)
         before = S.to(w.dtype.element_ty)
@@ -133,34 +109,17 @@ def states_forward(
         U -= tl.dot(W, before, input_precision=PRECISION)
         if OUTPUTS:
             M = tl.load(m_ptr + tile * SIZE + steps[None, :], mask=inside[:, None], other=0.0)
-            if PER_CHANNEL:
-                Q = tl.load(q_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
-                out = tl.dot(Q, before, input_precision=PRECISION)
-            else:
-                Q = tl.load(q_ptr + time * q_t + rk_[None, :], mask=k_mask, other=0.0)
-                grown = exp32(tl.load(G_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0)) * scale
-                if NORMALISED:
-                    grown *= tl.load(rq_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0)
-                out = tl.dot(Q, before, input_precision=PRECISION) * grown[:, None]
+            Q = tl.load(q_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
+            out = tl.dot(Q, before, input_precision=PRECISION)
             update = U.to(M.dtype)
             out += tl.dot(M, update, input_precision=PRECISION)
             out += tl.load(s_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0)[:, None] * update.to(tl.float32)
             tl.store(o_ptr + tile * V + cv[None, :], out.to(o.dtype.element_ty), mask=v_mask)
         else:
             tl.store(n_ptr + tile * V + cv[None, :], U.to(v_new.dtype.element_ty), mask=v_mask)
-        if PER_CHANNEL:
-            keys = tl.load(k_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
-            decay = exp32(tl.load(G_ptr + last.to(tl.int64) * HV * K + rk_, mask=rk_ < K, other=0.0))
-            S = S * decay[:, None]
-        else:
-            keys = tl.load(k_ptr + time * k_t + rk_[None, :], mask=k_mask, other=0.0)
-            G_last = tl.load(G_ptr + last.to(tl.int64) * HV)
-            left = exp32(G_last - tl.load(G_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0))
-            left = tl.where(inside, left, 0.0)
-            if NORMALISED:
-                left *= tl.load(rk_ptr + t.to(tl.int64) * HV, mask=inside, other=0.0)
-            U *= left[:, None]
-            S = S * exp32(G_last)
+        keys = tl.load(k_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
+        decay = exp32(tl.load(G_ptr + last.to(tl.int64) * HV * K + rk_, mask=rk_ < K, other=0.0))
+        S = S * decay[:, None]
         S += tl.dot(tl.trans(keys), U.to(keys.dtype), input_precision=PRECISION)
     if HAS_FINAL:
         tl.store(final + state_at, S.to(final.dtype.element_ty), mask=state_mask)

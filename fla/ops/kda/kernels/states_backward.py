@@ -1,4 +1,4 @@
-"""The recurrence of `state` in reverse: what comes back through the states, from the last chunk to the first.
+"""The recurrence of `states` in reverse: what comes back through the states, from the last chunk to the first.
 
     dU' = M^T dO + K' dS;   dS <- decay dS + Q'^T dO - W^T dU'
 
@@ -24,31 +24,19 @@ def states_backward(
     w,
     do,
     G,
-    rq,
-    rk,
     du,
     dh,
     d_final,
     d_initial,
     cu_seqlens,
     offsets,
-    scale,
     T,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    NORMALISED: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     V_FIRST: tl.constexpr,
@@ -59,12 +47,10 @@ def states_backward(
     """Grid (ceil(V / BV), N * HV), or their product as one dimension, since a second one ends at 65535. BK >= K.
 
     Args:
-        q, k: `[B, T, H, K]` by strides; with PER_CHANNEL scale e^G q and e^{G_C - G} k `[B, T, HV, K]` contiguous instead
-            (scale and the strides are not used then).
+        q, k: scale e^G q and e^{G_C - G} k, `[B, T, HV, K]`, contiguous.
         attend, selves: M below and on its diagonal, `[B, T, HV, SIZE]` in k's dtype and float32 `[B, T, HV]`, contiguous.
         w `[B, T, HV, K]`, do `[B, T, HV, V]`: contiguous, in k's dtype.
-        G: running log decay, float32 or float64 `[B, T, HV]` or `[B, T, HV, K]`.
-        rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`; None unless NORMALISED.
+        G: running log decay, float32 or float64 `[B, T, HV, K]`.
         du: `[B, T, HV, V]` in k's dtype, written: the gradient of U'.
         dh: `[rows, HV, K, V]` in k's dtype, written: the gradient of the state after each chunk.
         d_final, d_initial: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`; read if HAS_FINAL, written if HAS_INITIAL.
@@ -99,18 +85,9 @@ def states_backward(
     du_ptr = du + (token * HV + hv) * V
     m_ptr = attend + (token * HV + hv) * SIZE
     s_ptr = selves + token * HV + hv
-    if PER_CHANNEL:
-        q_ptr = q + (token * HV + hv) * K
-        k_ptr = k + (token * HV + hv) * K
-        G_ptr = G + (token * HV + hv) * K
-    else:
-        head = (hv // (HV // H)).to(tl.int64)
-        q_ptr = q + batch * q_b + start.to(tl.int64) * q_t + head * q_h
-        k_ptr = k + batch * k_b + start.to(tl.int64) * k_t + head * k_h
-        G_ptr = G + token * HV + hv
-    if NORMALISED:
-        rq_ptr = rq + token * HV + hv
-        rk_ptr = rk + token * HV + hv
+    q_ptr = q + (token * HV + hv) * K
+    k_ptr = k + (token * HV + hv) * K
+    G_ptr = G + (token * HV + hv) * K
     dh_ptr = dh + (row * HV + hv) * K * V + (rows[:, None] * V + cv[None, :])
     for i in tl.range(0, chunks, num_stages=STAGES):
         c = chunks - 1 - i
@@ -124,26 +101,11 @@ def states_backward(
         M = tl.load(m_ptr + first * HV * SIZE + of_m, mask=inside[:, None], other=0.0)
         dU = tl.dot(tl.trans(M), dO, input_precision=PRECISION)
         dU += tl.load(s_ptr + first * HV + steps * HV, mask=inside, other=0.0)[:, None] * dO.to(tl.float32)
-        if PER_CHANNEL:
-            keys = tl.load(k_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
-            Q = tl.load(q_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
-            dU = tl.dot(keys, dS.to(keys.dtype), dU, input_precision=PRECISION)
-            decay = exp32(tl.load(G_ptr + (first + count - 1) * HV * K + rows, mask=rows < K, other=0.0))
-            dS = dS * decay[:, None]
-        else:
-            time = steps[:, None].to(tl.int64)
-            keys = tl.load(k_ptr + first * k_t + (time * k_t + rows[None, :]), mask=k_mask, other=0.0)
-            Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)
-            G_last = tl.load(G_ptr + (first + count - 1) * HV)
-            Gc = tl.load(G_ptr + first * HV + steps * HV, mask=inside, other=0.0)
-            left = tl.where(inside, exp32(tl.where(inside, G_last - Gc, 0.0)), 0.0)
-            grown = exp32(Gc) * scale
-            if NORMALISED:
-                left *= tl.load(rk_ptr + first * HV + steps * HV, mask=inside, other=0.0)
-                grown *= tl.load(rq_ptr + first * HV + steps * HV, mask=inside, other=0.0)
-            dU += tl.dot(keys, dS.to(keys.dtype), input_precision=PRECISION) * left[:, None]
-            dO = (dO.to(tl.float32) * grown[:, None]).to(do.dtype.element_ty)
-            dS = dS * exp32(G_last)
+        keys = tl.load(k_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
+        Q = tl.load(q_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
+        dU = tl.dot(keys, dS.to(keys.dtype), dU, input_precision=PRECISION)
+        decay = exp32(tl.load(G_ptr + (first + count - 1) * HV * K + rows, mask=rows < K, other=0.0))
+        dS = dS * decay[:, None]
         dU = dU.to(du.dtype.element_ty)
         tl.store(du_ptr + first * HV * V + of_v, dU, mask=v_mask)
         W = tl.load(w_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)

@@ -1,0 +1,165 @@
+"""The recurrence of the gated delta rule over chunks: the only part that is sequential.
+
+    U' = X beta (V - e^G K S);   S <- e^{G_C} S + (e^{G_C - G} K)^T U'
+
+with X = (I + L)^-1. One program owns a block of value columns of one head of one sequence and keeps its state in registers.
+Either it writes each S and U' for other kernels to read, or, where shared memory holds what it loads ahead, the outputs that
+follow from them,
+
+    O = scale e^G Q S + M U',
+
+which saves two tensors and a kernel. X has ones on its diagonal: of the right-hand side R = beta (V - e^G K S) itself, which
+is most of U', nothing is rounded, only what X adds to it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fla.ops.common.kernels.gates import exp32
+from fla.ops.common.kernels.layout import sequence_span
+from fla.ops.gated_delta_rule.kernels.forward import load_beta
+
+
+@triton.jit(do_not_specialize=['T'])
+def states_forward(
+    q,
+    k,
+    v,
+    beta,
+    attend,
+    selves,
+    inverse,
+    G,
+    rq,
+    rk,
+    h,
+    v_new,
+    o,
+    initial,
+    final,
+    cu_seqlens,
+    offsets,
+    scale,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    v_b,
+    v_t,
+    v_h,
+    b_b,
+    b_t,
+    b_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (N * HV * ceil(V / BV),): one axis, because the others end at 65,535. BK >= K.
+
+    Args:
+        q, k: `[B, T, H, K]`, v: `[B, T, HV, V]`, beta: `[B, T, HV]`, by strides; the last ones of q, k and v are 1.
+        attend, selves: M below and on its diagonal, `[B, T, HV, SIZE]` in k's dtype and float32 `[B, T, HV]`, contiguous.
+            They and q are read with OUTPUTS.
+        inverse: X, `[B, T, HV, SIZE]` in k's dtype, contiguous.
+        G: running log decay, float32 or float64 `[B, T, HV]`.
+        rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`, read with NORMALISED.
+        h: `[rows, HV, K, V]`, states before each chunk; v_new: `[B, T, HV, V]`; both written, in k's dtype, but with OUTPUTS
+            o `[B, T, HV, V]` instead.
+        initial, final: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`.
+    """
+    pid = tl.program_id(0)
+    vb, nh = pid % tl.cdiv(V, BV), pid // tl.cdiv(V, BV)
+    n, hv = nh // HV, nh % HV
+    if PACKED:
+        start, end = sequence_span(cu_seqlens, n, T)
+        row = tl.load(offsets + n).to(tl.int64)
+        batch = (n * 0).to(tl.int64)
+    else:
+        start, end = n * 0, T
+        row = (n * tl.cdiv(T, SIZE)).to(tl.int64)
+        batch = n.to(tl.int64)
+    length = end - start
+    start64, hv64, head = start.to(tl.int64), hv.to(tl.int64), (hv // (HV // H)).to(tl.int64)
+    rows = tl.arange(0, BK)
+    cv = vb * BV + tl.arange(0, BV)
+    state_mask = (rows[:, None] < K) & (cv[None, :] < V)
+    state_at = nh.to(tl.int64) * K * V + (cv[None, :] * K + rows[:, None] if V_FIRST else rows[:, None] * V + cv[None, :])
+    S = tl.zeros([BK, BV], tl.float32)
+    if HAS_INITIAL:
+        S = tl.load(initial + state_at, mask=state_mask, other=0.0).to(tl.float32)
+    token = (batch * T + start64) * HV + hv
+    # of the steps within a chunk; int64 is for what comes before them
+    steps = tl.arange(0, SIZE)
+    of_one = steps * HV
+    of_v = steps[:, None] * HV * V + cv[None, :]
+    of_m = steps[:, None] * HV * SIZE + steps[None, :]
+    time = steps[:, None].to(tl.int64)
+    q_ptr = q + batch * q_b + start64 * q_t + head * q_h
+    k_ptr = k + batch * k_b + start64 * k_t + head * k_h
+    v_ptr = v + batch * v_b + start64 * v_t + hv64 * v_h
+    beta_at = batch * b_b + start64 * b_t + hv64 * b_h
+    h_ptr = h
+    if not OUTPUTS:
+        h_ptr = h + (row * HV + hv) * K * V + (rows[:, None] * V + cv[None, :])
+    for c in tl.range(0, tl.cdiv(length, SIZE), num_stages=STAGES):
+        first = c.to(tl.int64) * SIZE
+        own = token + first * HV
+        count = tl.minimum(length - c * SIZE, SIZE)
+        inside = steps < count
+        k_mask = inside[:, None] & (rows[None, :] < K)
+        v_mask = inside[:, None] & (cv[None, :] < V)
+        before = S.to(k.dtype.element_ty)
+        if not OUTPUTS:
+            tl.store(h_ptr + c.to(tl.int64) * HV * K * V, before, mask=state_mask)
+        keys = tl.load(k_ptr + first * k_t + (time * k_t + rows[None, :]), mask=k_mask, other=0.0)
+        values = tl.load(v_ptr + first * v_t + (time * v_t + cv[None, :]), mask=v_mask, other=0.0)
+        X = tl.load(inverse + own * SIZE + of_m, mask=inside[:, None], other=0.0)
+        Gc = tl.load(G + own + of_one, mask=inside, other=0.0)
+        G_last = tl.load(G + own + (count - 1) * HV)
+        grown, left = exp32(Gc), tl.where(inside, exp32(tl.where(inside, G_last - Gc, 0.0)), 0.0)
+        k_factor = -grown
+        if NORMALISED:
+            k_norm = tl.load(rk + own + of_one, mask=inside, other=0.0)
+            k_factor *= k_norm
+            left *= k_norm
+        bt = load_beta(beta, beta_at + first * b_t, b_t, steps, inside, SIGMOID, DOUBLE)
+        R = tl.dot(keys, before, input_precision=PRECISION) * k_factor[:, None]
+        R = (R + values.to(tl.float32)) * bt[:, None]
+        rounded = R.to(k.dtype.element_ty)
+        U = tl.dot(X, rounded, R - rounded.to(tl.float32), input_precision=PRECISION)
+        if OUTPUTS:
+            M = tl.load(attend + own * SIZE + of_m, mask=inside[:, None], other=0.0)
+            Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)
+            q_factor = grown * scale
+            if NORMALISED:
+                q_factor *= tl.load(rq + own + of_one, mask=inside, other=0.0)
+            out = tl.dot(Q, before, input_precision=PRECISION) * q_factor[:, None]
+            update = U.to(M.dtype)
+            out += tl.load(selves + own + of_one, mask=inside, other=0.0)[:, None] * update.to(tl.float32)
+            out = tl.dot(M, update, out, input_precision=PRECISION)
+            tl.store(o + own * V + of_v, out.to(o.dtype.element_ty), mask=v_mask)
+        else:
+            tl.store(v_new + own * V + of_v, U.to(v_new.dtype.element_ty), mask=v_mask)
+        S = S * exp32(G_last)
+        S += tl.dot(tl.trans(keys), (U * left[:, None]).to(keys.dtype), input_precision=PRECISION)
+    if HAS_FINAL:
+        tl.store(final + state_at, S.to(final.dtype.element_ty), mask=state_mask)

@@ -1,0 +1,150 @@
+"""The recurrence of `states` in reverse: what comes back through the states, from the last chunk to the first.
+
+    dU' = M^T dO + (e^{G_C - G} K) dS;   D = X^T dU';   dV = beta D
+    dS <- e^{G_C} dS + (scale e^G Q)^T dO - K^T (e^G beta D)
+
+One program owns a block of value columns of one head of one sequence and keeps the state's gradient in registers. X has ones
+on its diagonal: D is dU', which is not rounded, and what the rest of X adds to it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fla.ops.common.kernels.gates import exp32
+from fla.ops.common.kernels.layout import sequence_span
+from fla.ops.gated_delta_rule.kernels.forward import load_beta
+
+
+@triton.jit(do_not_specialize=['T'])
+def states_backward(
+    q,
+    k,
+    beta,
+    attend,
+    selves,
+    inverse,
+    do,
+    G,
+    rq,
+    rk,
+    D,
+    dv,
+    dh,
+    d_final,
+    d_initial,
+    cu_seqlens,
+    offsets,
+    scale,
+    T,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_t,
+    k_h,
+    b_b,
+    b_t,
+    b_h,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (N * HV * ceil(V / BV),). BK >= K.
+
+    Args:
+        q, k: `[B, T, H, K]`, beta: `[B, T, HV]`, by strides; the last ones of q and k are 1.
+        attend, selves: M below and on its diagonal, `[B, T, HV, SIZE]` in k's dtype and float32 `[B, T, HV]`, contiguous.
+        inverse `[B, T, HV, SIZE]`, do `[B, T, HV, V]`: contiguous, in k's dtype.
+        G: running log decay, float32 or float64 `[B, T, HV]`.
+        rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`, read with NORMALISED.
+        D, dv: `[B, T, HV, V]` in the dtypes of k and v, written.
+        dh: `[rows, HV, K, V]` in k's dtype, written: the gradient of the state after each chunk.
+        d_final, d_initial: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`; read if HAS_FINAL, written if HAS_INITIAL.
+    """
+    pid = tl.program_id(0)
+    vb, nh = pid % tl.cdiv(V, BV), pid // tl.cdiv(V, BV)
+    n, hv = nh // HV, nh % HV
+    if PACKED:
+        start, end = sequence_span(cu_seqlens, n, T)
+        row = tl.load(offsets + n).to(tl.int64)
+        batch = (n * 0).to(tl.int64)
+    else:
+        start, end = n * 0, T
+        row = (n * tl.cdiv(T, SIZE)).to(tl.int64)
+        batch = n.to(tl.int64)
+    length = end - start
+    chunks = tl.cdiv(length, SIZE)
+    start64, hv64, head = start.to(tl.int64), hv.to(tl.int64), (hv // (HV // H)).to(tl.int64)
+    token = (batch * T + start64) * HV + hv
+    rows = tl.arange(0, BK)
+    cv = vb * BV + tl.arange(0, BV)
+    state_mask = (rows[:, None] < K) & (cv[None, :] < V)
+    state_at = nh.to(tl.int64) * K * V + (cv[None, :] * K + rows[:, None] if V_FIRST else rows[:, None] * V + cv[None, :])
+    dS = tl.zeros([BK, BV], tl.float32)
+    if HAS_FINAL:
+        dS = tl.load(d_final + state_at, mask=state_mask, other=0.0).to(tl.float32)
+    # of the steps within a chunk; int64 is for what comes before them
+    steps = tl.arange(0, SIZE)
+    of_one = steps * HV
+    of_v = steps[:, None] * HV * V + cv[None, :]
+    of_m = steps[:, None] * HV * SIZE + steps[None, :]
+    time = steps[:, None].to(tl.int64)
+    q_ptr = q + batch * q_b + start64 * q_t + head * q_h
+    k_ptr = k + batch * k_b + start64 * k_t + head * k_h
+    beta_at = batch * b_b + start64 * b_t + hv64 * b_h
+    dh_ptr = dh + (row * HV + hv) * K * V + (rows[:, None] * V + cv[None, :])
+    for i in tl.range(0, chunks, num_stages=STAGES):
+        c = chunks - 1 - i
+        first = c.to(tl.int64) * SIZE
+        own = token + first * HV
+        count = tl.minimum(length - c * SIZE, SIZE)
+        inside = steps < count
+        tl.store(dh_ptr + c.to(tl.int64) * HV * K * V, dS.to(dh.dtype.element_ty), mask=state_mask)
+        k_mask = inside[:, None] & (rows[None, :] < K)
+        v_mask = inside[:, None] & (cv[None, :] < V)
+        dO = tl.load(do + own * V + of_v, mask=v_mask, other=0.0)
+        M = tl.load(attend + own * SIZE + of_m, mask=inside[:, None], other=0.0)
+        keys = tl.load(k_ptr + first * k_t + (time * k_t + rows[None, :]), mask=k_mask, other=0.0)
+        Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)
+        X = tl.load(inverse + own * SIZE + of_m, mask=inside[:, None], other=0.0)
+        G_last = tl.load(G + own + (count - 1) * HV)
+        Gc = tl.load(G + own + of_one, mask=inside, other=0.0)
+        left = tl.where(inside, exp32(tl.where(inside, G_last - Gc, 0.0)), 0.0)
+        q_factor = exp32(Gc) * scale
+        k_factor = -exp32(Gc)
+        if NORMALISED:
+            k_norm = tl.load(rk + own + of_one, mask=inside, other=0.0)
+            left *= k_norm
+            k_factor *= k_norm
+            q_factor *= tl.load(rq + own + of_one, mask=inside, other=0.0)
+        bt = load_beta(beta, beta_at + first * b_t, b_t, steps, inside, SIGMOID, DOUBLE)
+        dU = tl.dot(keys, dS.to(keys.dtype), input_precision=PRECISION) * left[:, None]
+        dU += tl.load(selves + own + of_one, mask=inside, other=0.0)[:, None] * dO.to(tl.float32)
+        dU = tl.dot(tl.trans(M), dO, dU, input_precision=PRECISION)
+        rounded = dU.to(keys.dtype)
+        dE = tl.dot(tl.trans(X), rounded, dU - rounded.to(tl.float32), input_precision=PRECISION)
+        tl.store(D + own * V + of_v, dE.to(D.dtype.element_ty), mask=v_mask)
+        dE *= bt[:, None]
+        tl.store(dv + own * V + of_v, dE.to(dv.dtype.element_ty), mask=v_mask)
+        dO = (dO.to(tl.float32) * q_factor[:, None]).to(do.dtype.element_ty)
+        dS = dS * exp32(G_last)
+        dS += tl.dot(tl.trans(Q), dO, input_precision=PRECISION)
+        # added, since a product that is subtracted gets registers of its own
+        dS += tl.dot(tl.trans(keys), (dE * k_factor[:, None]).to(keys.dtype), input_precision=PRECISION)
+    if HAS_INITIAL:
+        tl.store(d_initial + state_at, dS.to(d_initial.dtype.element_ty), mask=state_mask)
