@@ -32,6 +32,19 @@ def load_beta(beta, beta_at, b_t, steps, inside, SIGMOID: tl.constexpr, DOUBLE: 
 
 
 @triton.jit
+def solved(X, R, PRECISION: tl.constexpr):
+    """X R, X `[SIZE, SIZE]` triangular with ones on its diagonal: R itself, not rounded, and what the rest of X adds."""
+    if X.dtype == tl.float32:
+        # with the diagonal, the sums of products would lose digits of what is small beside R
+        i, j = tl.arange(0, X.shape[0])[:, None], tl.arange(0, X.shape[0])[None, :]
+        return tl.dot(tl.where(i == j, 0.0, X), R, R, input_precision=PRECISION)
+    else:
+        # an operand just as it was loaded; R, rounded, is part of the product
+        rounded = R.to(X.dtype)
+        return tl.dot(X, rounded, R - rounded.to(tl.float32), input_precision=PRECISION)
+
+
+@triton.jit
 def store_scores(scores, q_factor, k_factor, Gc, steps, inside, attend, selves, token, HV: tl.constexpr, SIZE: tl.constexpr):
     """Written, of the scores M = scale tril(q k^T e^{G - G'}): those of each step with the ones before it, `attend` in k's
     dtype `[B, T, HV, SIZE]`, and with itself, `selves` in float32 `[B, T, HV]`. The latter are most of the outputs, and

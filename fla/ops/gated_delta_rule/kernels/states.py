@@ -8,8 +8,7 @@ follow from them,
 
     O = scale e^G Q S + M U',
 
-which saves two tensors and a kernel. X has ones on its diagonal: of the right-hand side R = beta (V - e^G K S) itself, which
-is most of U', nothing is rounded, only what X adds to it.
+which saves two tensors and a kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import triton.language as tl
 
 from fla.ops.common.kernels.gates import exp32
 from fla.ops.common.kernels.layout import sequence_span
-from fla.ops.gated_delta_rule.kernels.forward import load_beta
+from fla.ops.gated_delta_rule.kernels.forward import load_beta, solved
 
 
 @triton.jit(do_not_specialize=['T'])
@@ -144,8 +143,7 @@ def states_forward(
         bt = load_beta(beta, beta_at + first * b_t, b_t, steps, inside, SIGMOID, DOUBLE)
         R = tl.dot(keys, before, input_precision=PRECISION) * k_factor[:, None]
         R = (R + values.to(tl.float32)) * bt[:, None]
-        rounded = R.to(k.dtype.element_ty)
-        U = tl.dot(X, rounded, R - rounded.to(tl.float32), input_precision=PRECISION)
+        U = solved(X, R, PRECISION)
         if OUTPUTS:
             M = tl.load(attend + own * SIZE + of_m, mask=inside[:, None], other=0.0)
             Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)

@@ -3,8 +3,7 @@
     dU' = M^T dO + (e^{G_C - G} K) dS;   D = X^T dU';   dV = beta D
     dS <- e^{G_C} dS + (scale e^G Q)^T dO - K^T (e^G beta D)
 
-One program owns a block of value columns of one head of one sequence and keeps the state's gradient in registers. X has ones
-on its diagonal: D is dU', which is not rounded, and what the rest of X adds to it.
+One program owns a block of value columns of one head of one sequence and keeps the state's gradient in registers.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 
 from fla.ops.common.kernels.gates import exp32
 from fla.ops.common.kernels.layout import sequence_span
-from fla.ops.gated_delta_rule.kernels.forward import load_beta
+from fla.ops.gated_delta_rule.kernels.forward import load_beta, solved
 
 
 @triton.jit(do_not_specialize=['T'])
@@ -136,8 +135,7 @@ def states_backward(
         dU = tl.dot(keys, dS.to(keys.dtype), input_precision=PRECISION) * left[:, None]
         dU += tl.load(selves + own + of_one, mask=inside, other=0.0)[:, None] * dO.to(tl.float32)
         dU = tl.dot(tl.trans(M), dO, dU, input_precision=PRECISION)
-        rounded = dU.to(keys.dtype)
-        dE = tl.dot(tl.trans(X), rounded, dU - rounded.to(tl.float32), input_precision=PRECISION)
+        dE = solved(tl.trans(X), dU, PRECISION)
         tl.store(D + own * V + of_v, dE.to(D.dtype.element_ty), mask=v_mask)
         dE *= bt[:, None]
         tl.store(dv + own * V + of_v, dE.to(dv.dtype.element_ty), mask=v_mask)
