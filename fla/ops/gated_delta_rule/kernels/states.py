@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from fla.ops.common.kernels.gates import exp32
-from fla.ops.common.kernels.layout import sequence_span
+from fla.ops.common.kernels.layout import sequence_rows
 from fla.ops.gated_delta_rule.kernels.forward import load_beta, solved
 
 
@@ -89,8 +89,7 @@ def states_forward(
     vb, nh = pid % tl.cdiv(V, BV), pid // tl.cdiv(V, BV)
     n, hv = nh // HV, nh % HV
     if PACKED:
-        start, end = sequence_span(cu_seqlens, n, T)
-        row = tl.load(offsets + n).to(tl.int64)
+        start, end, row = sequence_rows(cu_seqlens, offsets, n, T, SIZE)
         batch = (n * 0).to(tl.int64)
     else:
         start, end = n * 0, T
@@ -129,9 +128,8 @@ def states_forward(
         before = S.to(k.dtype.element_ty)
         if not OUTPUTS:
             tl.store(h_ptr + c.to(tl.int64) * HV * K * V, before, mask=state_mask)
-        keys = tl.load(k_ptr + first * k_t + (time * k_t + rows[None, :]), mask=k_mask, other=0.0)
-        values = tl.load(v_ptr + first * v_t + (time * v_t + cv[None, :]), mask=v_mask, other=0.0)
-        X = tl.load(inverse + own * SIZE + of_m, mask=inside[:, None], other=0.0)
+        at_keys = k_ptr + first * k_t + (time * k_t + rows[None, :])
+        keys = tl.load(at_keys, mask=k_mask, other=0.0)
         Gc = tl.load(G + own + of_one, mask=inside, other=0.0)
         G_last = tl.load(G + own + (count - 1) * HV)
         grown, left = exp32(Gc), tl.where(inside, exp32(tl.where(inside, G_last - Gc, 0.0)), 0.0)
@@ -140,23 +138,28 @@ def states_forward(
             k_norm = tl.load(rk + own + of_one, mask=inside, other=0.0)
             k_factor *= k_norm
             left *= k_norm
-        bt = load_beta(beta, beta_at + first * b_t, b_t, steps, inside, SIGMOID, DOUBLE)
         R = tl.dot(keys, before, input_precision=PRECISION) * k_factor[:, None]
+        values = tl.load(v_ptr + first * v_t + (time * v_t + cv[None, :]), mask=v_mask, other=0.0)
+        bt = load_beta(beta, beta_at + first * b_t, b_t, steps, inside, SIGMOID, DOUBLE)
         R = (R + values.to(tl.float32)) * bt[:, None]
+        X = tl.load(inverse + own * SIZE + of_m, mask=inside[:, None], other=0.0)
         U = solved(X, R, PRECISION)
         if OUTPUTS:
-            M = tl.load(attend + own * SIZE + of_m, mask=inside[:, None], other=0.0)
             Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)
             q_factor = grown * scale
             if NORMALISED:
                 q_factor *= tl.load(rq + own + of_one, mask=inside, other=0.0)
             out = tl.dot(Q, before, input_precision=PRECISION) * q_factor[:, None]
-            update = U.to(M.dtype)
+            update = U.to(Q.dtype)
             out += tl.load(selves + own + of_one, mask=inside, other=0.0)[:, None] * update.to(tl.float32)
+            M = tl.load(attend + own * SIZE + of_m, mask=inside[:, None], other=0.0)
             out = tl.dot(M, update, out, input_precision=PRECISION)
             tl.store(o + own * V + of_v, out.to(o.dtype.element_ty), mask=v_mask)
         else:
             tl.store(v_new + own * V + of_v, U.to(v_new.dtype.element_ty), mask=v_mask)
+        if keys.dtype == tl.float32:
+            # of float32 there are not the registers to keep all of it until here
+            keys = tl.load(at_keys, mask=k_mask, other=0.0)
         S = S * exp32(G_last)
         S += tl.dot(tl.trans(keys), (U * left[:, None]).to(keys.dtype), input_precision=PRECISION)
     if HAS_FINAL:

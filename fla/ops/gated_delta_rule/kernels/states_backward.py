@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fla.ops.common.kernels.gates import exp32
-from fla.ops.common.kernels.layout import sequence_span
+from fla.ops.common.kernels.layout import sequence_rows
 from fla.ops.gated_delta_rule.kernels.forward import load_beta, solved
 
 
@@ -79,8 +79,7 @@ def states_backward(
     vb, nh = pid % tl.cdiv(V, BV), pid // tl.cdiv(V, BV)
     n, hv = nh // HV, nh % HV
     if PACKED:
-        start, end = sequence_span(cu_seqlens, n, T)
-        row = tl.load(offsets + n).to(tl.int64)
+        start, end, row = sequence_rows(cu_seqlens, offsets, n, T, SIZE)
         batch = (n * 0).to(tl.int64)
     else:
         start, end = n * 0, T
@@ -116,11 +115,8 @@ def states_backward(
         tl.store(dh_ptr + c.to(tl.int64) * HV * K * V, dS.to(dh.dtype.element_ty), mask=state_mask)
         k_mask = inside[:, None] & (rows[None, :] < K)
         v_mask = inside[:, None] & (cv[None, :] < V)
-        dO = tl.load(do + own * V + of_v, mask=v_mask, other=0.0)
-        M = tl.load(attend + own * SIZE + of_m, mask=inside[:, None], other=0.0)
-        keys = tl.load(k_ptr + first * k_t + (time * k_t + rows[None, :]), mask=k_mask, other=0.0)
-        Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)
-        X = tl.load(inverse + own * SIZE + of_m, mask=inside[:, None], other=0.0)
+        at_keys = k_ptr + first * k_t + (time * k_t + rows[None, :])
+        keys = tl.load(at_keys, mask=k_mask, other=0.0)
         G_last = tl.load(G + own + (count - 1) * HV)
         Gc = tl.load(G + own + of_one, mask=inside, other=0.0)
         left = tl.where(inside, exp32(tl.where(inside, G_last - Gc, 0.0)), 0.0)
@@ -131,18 +127,25 @@ def states_backward(
             left *= k_norm
             k_factor *= k_norm
             q_factor *= tl.load(rq + own + of_one, mask=inside, other=0.0)
-        bt = load_beta(beta, beta_at + first * b_t, b_t, steps, inside, SIGMOID, DOUBLE)
         dU = tl.dot(keys, dS.to(keys.dtype), input_precision=PRECISION) * left[:, None]
+        dO = tl.load(do + own * V + of_v, mask=v_mask, other=0.0)
         dU += tl.load(selves + own + of_one, mask=inside, other=0.0)[:, None] * dO.to(tl.float32)
+        M = tl.load(attend + own * SIZE + of_m, mask=inside[:, None], other=0.0)
         dU = tl.dot(tl.trans(M), dO, dU, input_precision=PRECISION)
+        X = tl.load(inverse + own * SIZE + of_m, mask=inside[:, None], other=0.0)
         dE = solved(tl.trans(X), dU, PRECISION)
         tl.store(D + own * V + of_v, dE.to(D.dtype.element_ty), mask=v_mask)
+        bt = load_beta(beta, beta_at + first * b_t, b_t, steps, inside, SIGMOID, DOUBLE)
         dE *= bt[:, None]
         tl.store(dv + own * V + of_v, dE.to(dv.dtype.element_ty), mask=v_mask)
-        dO = (dO.to(tl.float32) * q_factor[:, None]).to(do.dtype.element_ty)
         dS = dS * exp32(G_last)
-        dS += tl.dot(tl.trans(Q), dO, input_precision=PRECISION)
+        if keys.dtype == tl.float32:
+            # of float32 there are not the registers to keep all of it until here
+            keys = tl.load(at_keys, mask=k_mask, other=0.0)
         # added, since a product that is subtracted gets registers of its own
         dS += tl.dot(tl.trans(keys), (dE * k_factor[:, None]).to(keys.dtype), input_precision=PRECISION)
+        Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)
+        dO = (dO.to(tl.float32) * q_factor[:, None]).to(do.dtype.element_ty)
+        dS += tl.dot(tl.trans(Q), dO, input_precision=PRECISION)
     if HAS_INITIAL:
         tl.store(d_initial + state_at, dS.to(d_initial.dtype.element_ty), mask=state_mask)
