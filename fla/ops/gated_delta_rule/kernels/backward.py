@@ -159,7 +159,6 @@ def within(
     time = steps[:, None].to(tl.int64)
     one = token + steps * HV
     square = token * SIZE + (own * SIZE + steps[None, :])
-    bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
     Gc = tl.load(G + one, mask=inside, other=0.0)
     strict = (steps[:, None] > steps[None, :]) & inside[:, None]
     k_norm = tl.full([SIZE], 1.0, tl.float32)

@@ -339,7 +339,7 @@ class _Rule:
         large = wide or small or self.whole_k > 128
         self.state_block_v = min(32 if large else 64, self.block_v)
         self.state_stages = 1 if large else 3
-        # with the outputs a stage is 65 KiB
+        # with the outputs a stage is 57 KiB
         self.outputs_with_states = not large
         self.outputs_stages = 3 if major in (9, 10) else 2
         self.state_warps = 8 if self.whole_k > (64 if wide else 128) else 4

@@ -144,23 +144,23 @@ def states_forward(
         R = (R + values.to(tl.float32)) * bt[:, None]
         X = tl.load(inverse + own * SIZE + of_m, mask=inside[:, None], other=0.0)
         U = solved(X, R, PRECISION)
+        if not OUTPUTS:
+            tl.store(v_new + own * V + of_v, U.to(v_new.dtype.element_ty), mask=v_mask)
+        update = U.to(k.dtype.element_ty)
+        if keys.dtype == tl.float32:
+            # of float32 there are not the registers to keep all of it until here
+            keys = tl.load(at_keys, mask=k_mask, other=0.0)
+        S = S * exp32(G_last)
+        S += tl.dot(tl.trans(keys), (U * left[:, None]).to(keys.dtype), input_precision=PRECISION)
         if OUTPUTS:
             Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)
             q_factor = grown * scale
             if NORMALISED:
                 q_factor *= tl.load(rq + own + of_one, mask=inside, other=0.0)
             out = tl.dot(Q, before, input_precision=PRECISION) * q_factor[:, None]
-            update = U.to(Q.dtype)
             out += tl.load(selves + own + of_one, mask=inside, other=0.0)[:, None] * update.to(tl.float32)
             M = tl.load(attend + own * SIZE + of_m, mask=inside[:, None], other=0.0)
             out = tl.dot(M, update, out, input_precision=PRECISION)
             tl.store(o + own * V + of_v, out.to(o.dtype.element_ty), mask=v_mask)
-        else:
-            tl.store(v_new + own * V + of_v, U.to(v_new.dtype.element_ty), mask=v_mask)
-        if keys.dtype == tl.float32:
-            # of float32 there are not the registers to keep all of it until here
-            keys = tl.load(at_keys, mask=k_mask, other=0.0)
-        S = S * exp32(G_last)
-        S += tl.dot(tl.trans(keys), (U * left[:, None]).to(keys.dtype), input_precision=PRECISION)
     if HAS_FINAL:
         tl.store(final + state_at, S.to(final.dtype.element_ty), mask=state_mask)

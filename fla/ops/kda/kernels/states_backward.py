@@ -44,7 +44,7 @@ def states_backward(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (ceil(V / BV), N * HV), or their product as one dimension, since a second one ends at 65535. BK >= K.
+    """Grid (N * HV * ceil(V / BV),). BK >= K.
 
     Args:
         q, k: scale e^G q and e^{G_C - G} k, `[B, T, HV, K]`, contiguous.
@@ -55,7 +55,7 @@ def states_backward(
         dh: `[rows, HV, K, V]` in k's dtype, written: the gradient of the state after each chunk.
         d_final, d_initial: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`; read if HAS_FINAL, written if HAS_INITIAL.
     """
-    pid = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
+    pid = tl.program_id(0)
     vb, nh = pid % tl.cdiv(V, BV), pid // tl.cdiv(V, BV)
     n, hv = nh // HV, nh % HV
     if PACKED:
