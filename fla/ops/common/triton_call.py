@@ -47,6 +47,11 @@ def in_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def in_near_rows(x: torch.Tensor, steps: int) -> torch.Tensor:
+    """As `in_rows`, and of `[B, T, ...]` what has its steps too far apart to count `steps` of them in 32 bits is copied."""
+    return in_rows(x) if x.stride(1) < 2**31 // steps else x.contiguous()
+
+
 def as_stored(x: torch.Tensor | None) -> Any:
     """For kernels that read any strides: x, or a copy where its memory holds the other sign and PyTorch has taken a note of
     that, as of imaginary parts of conjugates. Those are not side by side."""

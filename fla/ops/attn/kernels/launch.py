@@ -15,15 +15,15 @@ from fla.ops.attn.kernels.forward import forward
 from fla.ops.common.compile_ahead import compiled_together, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import layout_of
-from fla.ops.common.triton_call import as_stored, in_rows
+from fla.ops.common.triton_call import as_stored, in_near_rows
 from fla.utils.devices import capability_of, shared_memory_of
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 # of a scan: steps of a program at a time
 _SCAN = 1024
-# numbers between two steps: blocks have at most 128
-_FARTHEST = 2**31 // 128
+# the largest block, in steps
+_LARGEST = 128
 
 
 def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Hashable:
@@ -53,7 +53,8 @@ def attention_forward(
     Returns:
         o `[B, T, HQ, V]` in v's dtype and lse `[B, HQ, T]`, the logarithm of the normaliser in base 2, both contiguous.
     """
-    q, k, v, g = _near(q), _near(k), _near(v), as_stored(g)
+    q, k, v = (in_near_rows(x, _LARGEST) for x in (q, k, v))
+    g = as_stored(g)
     batch, length, heads, _ = q.shape
     window = min(window, k.shape[1])
     o = v.new_empty((batch, length, heads, v.shape[3]))
@@ -91,7 +92,8 @@ def attention_backward(
     do: torch.Tensor,
 ) -> Gradients:
     """The gradients of q, k, v, g and sink_bias, contiguous, from the arguments and results of `attention_forward`."""
-    q, k, v, g = _near(q), _near(k), _near(v), as_stored(g)
+    q, k, v = (in_near_rows(x, _LARGEST) for x in (q, k, v))
+    g = as_stored(g)
     batch, length, heads, dim = q.shape
     kept, groups = k.shape[1:3]
     window = min(window, kept)
@@ -227,11 +229,6 @@ def _for_scan(heads: int, cu_seqlens: torch.Tensor | None) -> dict[str, Any]:
 def _count(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
     """Sequences."""
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
-def _near(x: torch.Tensor) -> torch.Tensor:
-    """As `in_rows`, which also copies what has its steps too far apart to count the rows of a block in 32 bits."""
-    return in_rows(x) if x.stride(1) < _FARTHEST else x.contiguous()
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:

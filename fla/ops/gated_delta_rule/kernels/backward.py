@@ -29,7 +29,9 @@ from fla.ops.gated_delta_rule.kernels.forward import load_beta, store_scores
 def scores(
     q,
     k,
+    beta,
     G,
+    beta32,
     rq,
     rk,
     attend,
@@ -44,16 +46,22 @@ def scores(
     k_b,
     k_t,
     k_h,
+    b_b,
+    b_t,
+    b_h,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
     NORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written: rq and rk, float32 `[B, T, HV]` (NORMALISE), and what `store_scores` writes."""
+    """Grid (rows * HV,). Written, again: `beta32` and, NORMALISE, rq and rk, as by `prepare`, and what `store_scores`
+    writes."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -70,6 +78,8 @@ def scores(
     time = steps[:, None].to(tl.int64)
     one = token + steps * HV
     Gc = tl.load(G + one, mask=inside, other=0.0)
+    bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv.to(tl.int64) * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
+    tl.store(beta32 + one, bt, mask=inside)
     k_norm = tl.full([SIZE], 1.0, tl.float32)
     q_norm = tl.full([SIZE], 1.0, tl.float32)
     if NORMALISE:
@@ -99,6 +109,7 @@ def within(
     rk,
     v_new,
     D,
+    dv,
     from_q,
     from_k,
     d_G,
@@ -135,7 +146,7 @@ def within(
     """Grid (rows * HV,).
 
     Args:
-        v_new, D: `[B, T, HV, V]`, contiguous.
+        v_new, D, dv: `[B, T, HV, V]`, contiguous; dv, the gradient of v, is written.
         from_q, from_k: `[B, T, HV, SIZE]` in k's dtype, written: the gradients of the plain products q k^T and k k^T, the
             second plus its transpose.
         d_G, d_beta: float32 `[·, B, T, HV]`, of which the first `[B, T, HV]` are written: shares in the gradients of the
@@ -198,6 +209,7 @@ def within(
         at = token * V + (own * V + cols[None, :])
         dE = tl.load(D + at, mask=mask, other=0.0)
         update = tl.load(v_new + at, mask=mask, other=0.0)
+        tl.store(dv + at, (dE.to(tl.float32) * bt[:, None]).to(dv.dtype.element_ty), mask=mask)
         values = tl.load(v_ptr + time * v_t + cols[None, :], mask=mask, other=0.0)
         # summed after the loop: see `inverse_norm`
         along += dE.to(tl.float32) * values.to(tl.float32)

@@ -33,15 +33,8 @@ def load_beta(beta, beta_at, b_t, steps, inside, SIGMOID: tl.constexpr, DOUBLE: 
 
 @triton.jit
 def solved(X, R, PRECISION: tl.constexpr):
-    """X R, X `[SIZE, SIZE]` triangular with ones on its diagonal: R itself, not rounded, and what the rest of X adds."""
-    if X.dtype == tl.float32:
-        # with the diagonal, the sums of products would lose digits of what is small beside R
-        i, j = tl.arange(0, X.shape[0])[:, None], tl.arange(0, X.shape[0])[None, :]
-        return tl.dot(tl.where(i == j, 0.0, X), R, R, input_precision=PRECISION)
-    else:
-        # an operand just as it was loaded; R, rounded, is part of the product
-        rounded = R.to(X.dtype)
-        return tl.dot(X, rounded, R - rounded.to(tl.float32), input_precision=PRECISION)
+    """(I + X) R: R itself, not rounded, and what the strictly triangular X `[SIZE, SIZE]` adds."""
+    return tl.dot(X, R.to(X.dtype), R, input_precision=PRECISION)
 
 
 @triton.jit
@@ -67,6 +60,7 @@ def prepare(
     A_log,
     dt_bias,
     G,
+    beta32,
     rq,
     rk,
     attend,
@@ -103,8 +97,9 @@ def prepare(
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written: G, wide, and rk, float32, `[B, T, HV]`; (I + L)^-1 as `inverse` `[B, T, HV, SIZE]` in k's
-    dtype, L = tril(beta k k^T e^{G - G'}, -1); with ATTEND also rq and what `store_scores` writes."""
+    """Grid (rows * HV,). Written: G, wide, `beta32`, which is beta after SIGMOID and DOUBLE, and rk, float32, `[B, T, HV]`;
+    (I + L)^-1 - I as `inverse` `[B, T, HV, SIZE]` in k's dtype, L = tril(beta k k^T e^{G - G'}, -1); with ATTEND also rq and
+    what `store_scores` writes."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -124,6 +119,8 @@ def prepare(
     Gc = tl.cumsum(tl.where(inside, gate, 0.0).to(G.dtype.element_ty), 0)
     tl.store(G + token + own, Gc, mask=inside)
     bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv.to(tl.int64) * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
+    # for the recurrences: Triton does not load 16-bit numbers ahead
+    tl.store(beta32 + token + own, bt, mask=inside)
     scores = tl.zeros([SIZE, SIZE], tl.float32)
     for_q = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
@@ -150,7 +147,7 @@ def prepare(
             factor *= q_norm
         store_scores(for_q, factor, norm, Gc, steps, inside, attend, selves, token, HV, SIZE)
     X = unit_lower_inverse(tl.where(strict, scores * decay * bt[:, None], 0.0), INVERSE_PRECISION)
-    tl.store(inverse + square, X.to(inverse.dtype.element_ty), mask=inside[:, None])
+    tl.store(inverse + square, tl.where(strict, X, 0.0).to(inverse.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=['T'])

@@ -15,7 +15,7 @@ import triton
 from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
-from fla.ops.common.triton_call import in_rows
+from fla.ops.common.triton_call import in_near_rows
 from fla.ops.gated_delta_rule.kernels.backward import finish_gates, finish_heads, scores, through, within
 from fla.ops.gated_delta_rule.kernels.forward import outputs, prepare
 from fla.ops.gated_delta_rule.kernels.states import states_forward
@@ -74,7 +74,7 @@ def chunk_forward(
     Returns:
         o, contiguous, in v's dtype; the final state in float32 or None; G and inverse for the backward.
     """
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
+    q, k, v = (in_near_rows(x, CHUNK) for x in (q, k, v))
     batch, length, _, dim_k = q.shape
     heads, dim_v = v.shape[2:]
     layout = layout_of(batch, length, CHUNK, cu_seqlens)
@@ -85,13 +85,14 @@ def chunk_forward(
     inverse = _empty(q, batch, length, heads, CHUNK)
     attend = _empty(q, batch, length, heads, CHUNK) if rule.outputs_with_states else None
     selves = None if attend is None else _empty(q, batch, length, heads, dtype=torch.float32)
+    beta32 = torch.empty_like(G, dtype=torch.float32)
     rq = rk = G  # not read
     if normalise:
         rk = torch.empty_like(G, dtype=torch.float32)
         rq = rk if attend is None else torch.empty_like(rk)
     chunks = layout.rows * heads
     launch(prepare, (chunks,))(
-        *(q, k, g, beta, A_log, dt_bias, G, rq, rk, attend, selves, inverse),
+        *(q, k, g, beta, A_log, dt_bias, G, beta32, rq, rk, attend, selves, inverse),
         *(cu_seqlens, layout.table, options.scale, length),
         *(*q.stride()[:3], *k.stride()[:3], *g.stride(), *beta.stride()),
         **common,
@@ -104,10 +105,11 @@ def chunk_forward(
         ATTEND=attend is not None,
         INVERSE_PRECISION=common['PRECISION'],
         num_warps=rule.warps,
+        **rule.of_prepare,
     )
     o = _empty(v, batch, length, heads, dim_v)
     h, v_new, final = _states(
-        *(q, k, v, beta, attend, selves, inverse, G, rq, rk, o, initial_state, cu_seqlens, layout),
+        *(q, k, v, beta32, attend, selves, inverse, G, rq, rk, o, initial_state, cu_seqlens, layout),
         *(options, output_final_state, common, rule),
     )
     if attend is None:
@@ -148,7 +150,7 @@ def chunk_backward(
         do: of o, any strides.
         d_final: of the final state, or None for 0.
     """
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
+    q, k, v = (in_near_rows(x, CHUNK) for x in (q, k, v))
     do = do.contiguous()
     batch, length, groups, dim_k = q.shape
     heads, dim_v = v.shape[2:]
@@ -162,17 +164,20 @@ def chunk_backward(
     rq, rk = None, G  # not read
     if normalise:
         rq, rk = (_empty(q, batch, length, heads, dtype=torch.float32) for _ in range(2))
-    attend, selves = torch.empty_like(inverse), _empty(q, batch, length, heads, dtype=torch.float32)
+    attend = torch.empty_like(inverse)
+    selves, beta32 = (_empty(q, batch, length, heads, dtype=torch.float32) for _ in range(2))
     launch(scores, (chunks,))(
-        *(q, k, G, rq, rk, attend, selves, cu_seqlens, layout.table, options.scale, length, *strides_qk),
+        *(q, k, beta, G, beta32, rq, rk, attend, selves, cu_seqlens, layout.table, options.scale, length),
+        *(*strides_qk, *beta.stride()),
         **common,
+        **of_beta,
         BK=rule.block_k,
         NORMALISE=normalise,
         num_warps=rule.warps,
         num_stages=rule.stages,
     )
     h, v_new, _ = _states(
-        *(q, k, v, beta, None, None, inverse, G, rq, rk, None, initial_state, cu_seqlens, layout),
+        *(q, k, v, beta32, None, None, inverse, G, rq, rk, None, initial_state, cu_seqlens, layout),
         *(options, False, common, rule),
     )
     assert h is not None
@@ -181,11 +186,10 @@ def chunk_backward(
     dh = torch.empty_like(h)
     d_initial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     launch(states_backward, (triton.cdiv(dim_v, rule.backward_block_v) * layout.count * heads,))(
-        *(q, k, beta, attend, selves, inverse, do, G, rq, rk, D, dv, dh),
+        *(q, k, beta32, attend, selves, inverse, do, G, rq, rk, D, dh),
         *(None if d_final is None else d_final.contiguous(), d_initial),
-        *(cu_seqlens, layout.offsets, options.scale, length, *strides_qk, *beta.stride()),
+        *(cu_seqlens, layout.offsets, options.scale, length, *strides_qk),
         **common,
-        **of_beta,
         V=dim_v,
         BK=rule.whole_k,
         BV=rule.backward_block_v,
@@ -201,7 +205,7 @@ def chunk_backward(
     shares = 1 + triton.cdiv(dim_k, rule.block_k)
     d_G, d_beta = (_empty(q, shares, batch, length, heads, dtype=torch.float32) for _ in range(2))
     launch(within, (chunks,))(
-        *(q, k, v, beta, do, G, rq, rk, v_new, D, from_q, from_k, d_G, d_beta),
+        *(q, k, v, beta, do, G, rq, rk, v_new, D, dv, from_q, from_k, d_G, d_beta),
         *(cu_seqlens, layout.table, options.scale, length),
         *(*strides_qk, *v.stride()[:3], *beta.stride()),
         **common,
@@ -268,7 +272,7 @@ def _states(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    beta: torch.Tensor,
+    beta32: torch.Tensor,
     attend: torch.Tensor | None,
     selves: torch.Tensor | None,
     inverse: torch.Tensor,
@@ -296,16 +300,14 @@ def _states(
         shape = (dim_v, dim_k) if options.state_v_first else (dim_k, dim_v)
         final = _empty(k, layout.count, heads, *shape, dtype=torch.float32)
     launch(states_forward, (triton.cdiv(dim_v, rule.state_block_v) * layout.count * heads,))(
-        *(q, k, v, beta, attend, selves, inverse, G, rq, rk, h, v_new, o),
+        *(q, k, v, beta32, attend, selves, inverse, G, rq, rk, h, v_new, o),
         *(None if initial_state is None else initial_state.contiguous(), final, cu_seqlens, layout.offsets),
-        *(options.scale, length, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *beta.stride()),
+        *(options.scale, length, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         **common,
         V=dim_v,
         BK=rule.whole_k,
         BV=rule.state_block_v,
         NORMALISED=options.use_qk_l2norm_in_kernel,
-        SIGMOID=options.use_beta_sigmoid_in_kernel,
-        DOUBLE=options.allow_neg_eigval,
         OUTPUTS=attend is not None,
         HAS_INITIAL=initial_state is not None,
         HAS_FINAL=output_final_state,
@@ -333,18 +335,21 @@ class _Rule:
         self.block_v = min(block, triton.next_power_of_2(max(dim_v, 16)))
         self.output_block_v = min(64 if wide or small else 128, triton.next_power_of_2(max(dim_v, 16)))
         self.warps = 8 if wide else 4
-        self.stages = 1 if wide or small else 2
+        hopper, few = major in (9, 10), wide or small
+        self.stages = 1 if few else 3
+        # A third program fits a multiprocessor. Elsewhere such a limit could cost more than that brings.
+        self.of_prepare = {'maxnreg': 168} if major == 9 and not wide else {}
         # A program of the recurrences keeps [whole_k, block] in registers and 64 steps of each operand in shared memory.
         self.whole_k = triton.next_power_of_2(max(dim_k, 16))
-        large = wide or small or self.whole_k > 128
+        large = few or self.whole_k > 128
         self.state_block_v = min(32 if large else 64, self.block_v)
         self.state_stages = 1 if large else 3
         # with the outputs a stage is 57 KiB
         self.outputs_with_states = not large
-        self.outputs_stages = 3 if major in (9, 10) else 2
+        self.outputs_stages = 3 if hopper else 2
         self.state_warps = 8 if self.whole_k > (64 if wide else 128) else 4
         self.backward_block_v = min(32 if large or major < 9 else 64, self.block_v)
-        self.backward_stages = 1 if large else 2
+        self.backward_stages = 1 if large else 3 if hopper else 2
 
 
 def _common(q: torch.Tensor, v: torch.Tensor, layout: Layout) -> dict[str, Any]:

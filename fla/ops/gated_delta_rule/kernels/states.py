@@ -1,10 +1,10 @@
 """The recurrence of the gated delta rule over chunks: the only part that is sequential.
 
-    U' = X beta (V - e^G K S);   S <- e^{G_C} S + (e^{G_C - G} K)^T U'
+    U' = (I + X) beta (V - e^G K S);   S <- e^{G_C} S + (e^{G_C - G} K)^T U'
 
-with X = (I + L)^-1. One program owns a block of value columns of one head of one sequence and keeps its state in registers.
-Either it writes each S and U' for other kernels to read, or, where shared memory holds what it loads ahead, the outputs that
-follow from them,
+with I + X = (I + L)^-1. One program owns a block of value columns of one head of one sequence and keeps its state in
+registers. Either it writes each S and U' for other kernels to read, or, where shared memory holds what it loads ahead, the
+outputs that follow from them,
 
     O = scale e^G Q S + M U',
 
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from fla.ops.common.kernels.gates import exp32
 from fla.ops.common.kernels.layout import sequence_rows
-from fla.ops.gated_delta_rule.kernels.forward import load_beta, solved
+from fla.ops.gated_delta_rule.kernels.forward import solved
 
 
 @triton.jit(do_not_specialize=['T'])
@@ -26,7 +26,7 @@ def states_forward(
     q,
     k,
     v,
-    beta,
+    beta32,
     attend,
     selves,
     inverse,
@@ -51,9 +51,6 @@ def states_forward(
     v_b,
     v_t,
     v_h,
-    b_b,
-    b_t,
-    b_h,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -62,8 +59,6 @@ def states_forward(
     BK: tl.constexpr,
     BV: tl.constexpr,
     NORMALISED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    DOUBLE: tl.constexpr,
     OUTPUTS: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
@@ -75,10 +70,11 @@ def states_forward(
     """Grid (N * HV * ceil(V / BV),): one axis, because the others end at 65,535. BK >= K.
 
     Args:
-        q, k: `[B, T, H, K]`, v: `[B, T, HV, V]`, beta: `[B, T, HV]`, by strides; the last ones of q, k and v are 1.
+        q, k: `[B, T, H, K]`, v: `[B, T, HV, V]`, by strides: the last is 1, and SIZE times the second fits in 32 bits.
+        beta32: beta as it is applied, float32 `[B, T, HV]`.
         attend, selves: M below and on its diagonal, `[B, T, HV, SIZE]` in k's dtype and float32 `[B, T, HV]`, contiguous.
             They and q are read with OUTPUTS.
-        inverse: X, `[B, T, HV, SIZE]` in k's dtype, contiguous.
+        inverse: X, strictly triangular, `[B, T, HV, SIZE]` in k's dtype, contiguous.
         G: running log decay, float32 or float64 `[B, T, HV]`.
         rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`, read with NORMALISED.
         h: `[rows, HV, K, V]`, states before each chunk; v_new: `[B, T, HV, V]`; both written, in k's dtype, but with OUTPUTS
@@ -110,14 +106,14 @@ def states_forward(
     of_one = steps * HV
     of_v = steps[:, None] * HV * V + cv[None, :]
     of_m = steps[:, None] * HV * SIZE + steps[None, :]
-    time = steps[:, None].to(tl.int64)
+    time = steps[:, None]
     q_ptr = q + batch * q_b + start64 * q_t + head * q_h
     k_ptr = k + batch * k_b + start64 * k_t + head * k_h
     v_ptr = v + batch * v_b + start64 * v_t + hv64 * v_h
-    beta_at = batch * b_b + start64 * b_t + hv64 * b_h
     h_ptr = h
     if not OUTPUTS:
         h_ptr = h + (row * HV + hv) * K * V + (rows[:, None] * V + cv[None, :])
+        tl.store(h_ptr, S.to(h.dtype.element_ty), mask=state_mask & (length > 0))
     for c in tl.range(0, tl.cdiv(length, SIZE), num_stages=STAGES):
         first = c.to(tl.int64) * SIZE
         own = token + first * HV
@@ -126,8 +122,6 @@ def states_forward(
         k_mask = inside[:, None] & (rows[None, :] < K)
         v_mask = inside[:, None] & (cv[None, :] < V)
         before = S.to(k.dtype.element_ty)
-        if not OUTPUTS:
-            tl.store(h_ptr + c.to(tl.int64) * HV * K * V, before, mask=state_mask)
         at_keys = k_ptr + first * k_t + (time * k_t + rows[None, :])
         keys = tl.load(at_keys, mask=k_mask, other=0.0)
         Gc = tl.load(G + own + of_one, mask=inside, other=0.0)
@@ -140,7 +134,7 @@ def states_forward(
             left *= k_norm
         R = tl.dot(keys, before, input_precision=PRECISION) * k_factor[:, None]
         values = tl.load(v_ptr + first * v_t + (time * v_t + cv[None, :]), mask=v_mask, other=0.0)
-        bt = load_beta(beta, beta_at + first * b_t, b_t, steps, inside, SIGMOID, DOUBLE)
+        bt = tl.load(beta32 + own + of_one, mask=inside, other=0.0)
         R = (R + values.to(tl.float32)) * bt[:, None]
         X = tl.load(inverse + own * SIZE + of_m, mask=inside[:, None], other=0.0)
         U = solved(X, R, PRECISION)
@@ -152,13 +146,17 @@ def states_forward(
             keys = tl.load(at_keys, mask=k_mask, other=0.0)
         S = S * exp32(G_last)
         S += tl.dot(tl.trans(keys), (U * left[:, None]).to(keys.dtype), input_precision=PRECISION)
+        if not OUTPUTS:
+            # of the next chunk; here shared memory has room for the way to it
+            more = state_mask & (count + c * SIZE < length)
+            tl.store(h_ptr + (c + 1).to(tl.int64) * HV * K * V, S.to(h.dtype.element_ty), mask=more)
         if OUTPUTS:
             Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)
             q_factor = grown * scale
             if NORMALISED:
                 q_factor *= tl.load(rq + own + of_one, mask=inside, other=0.0)
             out = tl.dot(Q, before, input_precision=PRECISION) * q_factor[:, None]
-            out += tl.load(selves + own + of_one, mask=inside, other=0.0)[:, None] * update.to(tl.float32)
+            out += tl.load(selves + own + of_one, mask=inside, other=0.0)[:, None] * U
             M = tl.load(attend + own * SIZE + of_m, mask=inside[:, None], other=0.0)
             out = tl.dot(M, update, out, input_precision=PRECISION)
             tl.store(o + own * V + of_v, out.to(o.dtype.element_ty), mask=v_mask)

@@ -13,14 +13,14 @@ import triton.language as tl
 
 from fla.ops.common.kernels.gates import exp32
 from fla.ops.common.kernels.layout import sequence_rows
-from fla.ops.gated_delta_rule.kernels.forward import load_beta, solved
+from fla.ops.gated_delta_rule.kernels.forward import solved
 
 
 @triton.jit(do_not_specialize=['T'])
 def states_backward(
     q,
     k,
-    beta,
+    beta32,
     attend,
     selves,
     inverse,
@@ -29,7 +29,6 @@ def states_backward(
     rq,
     rk,
     D,
-    dv,
     dh,
     d_final,
     d_initial,
@@ -43,9 +42,6 @@ def states_backward(
     k_b,
     k_t,
     k_h,
-    b_b,
-    b_t,
-    b_h,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -54,8 +50,6 @@ def states_backward(
     BK: tl.constexpr,
     BV: tl.constexpr,
     NORMALISED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    DOUBLE: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     V_FIRST: tl.constexpr,
@@ -66,12 +60,13 @@ def states_backward(
     """Grid (N * HV * ceil(V / BV),). BK >= K.
 
     Args:
-        q, k: `[B, T, H, K]`, beta: `[B, T, HV]`, by strides; the last ones of q and k are 1.
+        q, k: `[B, T, H, K]`, by strides: the last is 1, and SIZE times the second fits in 32 bits.
+        beta32: beta as it is applied, float32 `[B, T, HV]`.
         attend, selves: M below and on its diagonal, `[B, T, HV, SIZE]` in k's dtype and float32 `[B, T, HV]`, contiguous.
-        inverse `[B, T, HV, SIZE]`, do `[B, T, HV, V]`: contiguous, in k's dtype.
+        inverse: X, strictly triangular, `[B, T, HV, SIZE]`, do `[B, T, HV, V]`: contiguous, in k's dtype.
         G: running log decay, float32 or float64 `[B, T, HV]`.
         rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`, read with NORMALISED.
-        D, dv: `[B, T, HV, V]` in the dtypes of k and v, written.
+        D: `[B, T, HV, V]` in k's dtype, written.
         dh: `[rows, HV, K, V]` in k's dtype, written: the gradient of the state after each chunk.
         d_final, d_initial: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`; read if HAS_FINAL, written if HAS_INITIAL.
     """
@@ -87,7 +82,7 @@ def states_backward(
         batch = n.to(tl.int64)
     length = end - start
     chunks = tl.cdiv(length, SIZE)
-    start64, hv64, head = start.to(tl.int64), hv.to(tl.int64), (hv // (HV // H)).to(tl.int64)
+    start64, head = start.to(tl.int64), (hv // (HV // H)).to(tl.int64)
     token = (batch * T + start64) * HV + hv
     rows = tl.arange(0, BK)
     cv = vb * BV + tl.arange(0, BV)
@@ -101,10 +96,9 @@ def states_backward(
     of_one = steps * HV
     of_v = steps[:, None] * HV * V + cv[None, :]
     of_m = steps[:, None] * HV * SIZE + steps[None, :]
-    time = steps[:, None].to(tl.int64)
+    time = steps[:, None]
     q_ptr = q + batch * q_b + start64 * q_t + head * q_h
     k_ptr = k + batch * k_b + start64 * k_t + head * k_h
-    beta_at = batch * b_b + start64 * b_t + hv64 * b_h
     dh_ptr = dh + (row * HV + hv) * K * V + (rows[:, None] * V + cv[None, :])
     for i in tl.range(0, chunks, num_stages=STAGES):
         c = chunks - 1 - i
@@ -135,9 +129,7 @@ def states_backward(
         X = tl.load(inverse + own * SIZE + of_m, mask=inside[:, None], other=0.0)
         dE = solved(tl.trans(X), dU, PRECISION)
         tl.store(D + own * V + of_v, dE.to(D.dtype.element_ty), mask=v_mask)
-        bt = load_beta(beta, beta_at + first * b_t, b_t, steps, inside, SIGMOID, DOUBLE)
-        dE *= bt[:, None]
-        tl.store(dv + own * V + of_v, dE.to(dv.dtype.element_ty), mask=v_mask)
+        k_factor *= tl.load(beta32 + own + of_one, mask=inside, other=0.0)
         dS = dS * exp32(G_last)
         if keys.dtype == tl.float32:
             # of float32 there are not the registers to keep all of it until here

@@ -3,9 +3,9 @@
 With G the running log decay of a chunk of 64 steps, S the state before it, b = beta and rk, rq the inverse norms of keys and
 queries (1 unless they are normalised):
 
-    L = tril(b_i rk_i rk_j e^{G_i - G_j} k_i k_j, -1),   X = (I + L)^-1
+    L = tril(b_i rk_i rk_j e^{G_i - G_j} k_i k_j, -1),   X = (I + L)^-1 - I
     M = tril(scale rq_i rk_j e^{G_i - G_j} q_i k_j)
-    R = b V - b rk e^G (K S),   U = X R
+    R = b V - b rk e^G (K S),   U = R + X R
     O = scale rq e^G (Q S) + M U
     S <- e^{G_C} S + K^T (rk e^{G_C - G} U)
 
@@ -156,7 +156,7 @@ def prepare(
                     attend[first + i, hv, j] = M_s[i, j]
             for i, j in T.Parallel(CHUNK, CHUNK):
                 if i < count:
-                    inverse[first + i, hv, j] = T.cast(columns_s[i, j], dtype)
+                    inverse[first + i, hv, j] = T.cast(T.if_then_else(i > j, columns_s[i, j], 0.0), dtype)
             for i in T.Parallel(CHUNK):
                 if i < count:
                     G[first + i, hv] = G_s[i]
@@ -265,7 +265,8 @@ def scan(
                         t + i < end, F_s[0, i] * T.cast(V_s[i, j], 'float32') - F_s[1, i] * R[i, j], 0.0
                     )
                 T.copy(R, R_s)
-                T.gemm(X_s, R_s, U, clear_accum=True)
+                T.copy(R, U)
+                T.gemm(X_s, R_s, U)
                 for i, j in T.Parallel(CHUNK, BV):
                     U[i, j] = T.if_then_else(t + i < end, U[i, j], 0.0)
                 T.copy(U, U_s)
