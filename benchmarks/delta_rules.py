@@ -81,6 +81,8 @@ def chunked(op: str, shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     do = torch.randn_like(args[2])
 
     leaves = [a.clone().requires_grad_() for a in args]
+    # A first backward with a given gradient imports much of PyTorch (a second or more), whatever it is of.
+    torch.autograd.grad(leaves[0] * 2, leaves[0], torch.ones_like(leaves[0]))
 
     def forward() -> None:
         with torch.no_grad():

@@ -109,6 +109,16 @@ def capability_of(device: torch.device | int | str | None = None) -> tuple[int, 
     return _cuda_device('cuda', torch.cuda.current_device() if device is None else device).capability
 
 
+@functools.cache
+def multiprocessors_of(device: torch.device) -> int:
+    """How many multiprocessors a device has; 1 where nobody says."""
+    if device.type == 'cuda':
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == 'xpu':
+        return torch.xpu.get_device_properties(device).gpu_subslice_count
+    return 1
+
+
 def is_nvidia(device: torch.device | int | str | None = None) -> bool:
     """Whether `device` (default: the current one) is an NVIDIA GPU."""
     return capability_of(device) is not None

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fla.modules.kernels.rows import rows
-from fla.utils.devices import check_shared_mem
+from fla.utils.devices import check_shared_mem, multiprocessors_of
 
 # Elements of the longest row that stays in registers: forward, backward.
 IN_REGISTERS = (32768, 8192)
@@ -437,7 +437,7 @@ def backward(
     BD, ROWS, num_warps = rule.BD, rule.ROWS, rule.num_warps
     programs = -(-count // ROWS)
     if rule.programs:
-        programs = min(programs, max(1, _multiprocessors(x.device) * rule.programs // norm.num_groups))
+        programs = min(programs, max(1, multiprocessors_of(x.device) * rule.programs // norm.num_groups))
     new = torch.zeros if D > IN_REGISTERS[1] else torch.empty
     sums = [None if p is None else new((programs, *p.shape), dtype=torch.float32, device=p.device) for p in parameters]
     inputs, strides = rows(x, residual, g, dy, dtotal)
@@ -541,15 +541,6 @@ def _stages(device: torch.device, read: int, num_warps: int) -> int:
 def _room(device: torch.device) -> int:
     """Bytes of shared memory for tiles that are on their way; none where they do not come asynchronously."""
     return 1024 * (144 if check_shared_mem('ampere', device.index) else 72 if check_shared_mem('ada', device.index) else 0)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == 'cuda':
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    if device.type == 'xpu':
-        return torch.xpu.get_device_properties(device).gpu_subslice_count
-    return 1  # an interpreter
 
 
 def _flat(parameter: torch.Tensor | None) -> torch.Tensor | None:

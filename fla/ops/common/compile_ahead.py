@@ -48,6 +48,11 @@ def launch(kernel: Any, grid: tuple[int, ...], wgmma: bool = True) -> Callable[.
     return collect
 
 
+def collecting() -> bool:
+    """Whether this thread only collects: of launches that differ in numbers alone, one is enough."""
+    return _collected.calls is not None
+
+
 def compiled_together(kind: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """For a function that launches kernels by `launch`. It may run a first time on memory that no kernel has written, so it
     must not look at numbers.

@@ -15,9 +15,9 @@ import triton.language as tl
 
 @triton.jit
 def below(steps, half):
-    """The pairs (i, j) with j in the first and i in the second block of one pair of blocks of `half` steps."""
-    i, j = steps[:, None] // half, steps[None, :] // half
-    return (i == j + 1) & (j % 2 == 0)
+    """The pairs (i, j) with j in the first and i in the second block of one pair of blocks of `half` steps, a power of 2."""
+    i, j = steps[:, None], steps[None, :]
+    return ((i ^ j) < 2 * half) & ((i & half) != 0) & ((j & half) == 0)
 
 
 @triton.jit
@@ -38,8 +38,17 @@ def spread(blocks):
 
 
 @triton.jit
-def unit_lower_inverse(L, PRECISION: tl.constexpr):
-    """`(I + L)^-1` of a strictly lower-triangular L `[64, 64]`, float32."""
+def join(inverse, L, half, PRECISION: tl.constexpr):
+    """The inverse of blocks of 2 `half` steps from that of blocks of `half`."""
+    pair = below(tl.arange(0, 64), half)
+    half_way = tl.dot(inverse, tl.where(pair, L, 0.0), input_precision=PRECISION)
+    return inverse - tl.where(pair, tl.dot(half_way, inverse, input_precision=PRECISION), 0.0)
+
+
+@triton.jit
+def unit_lower_inverse(L, PRECISION: tl.constexpr, ROLLED: tl.constexpr = False):
+    """`(I + L)^-1` of a strictly lower-triangular L `[64, 64]`, float32. ROLLED: in less code, which takes a quarter less
+    time to compile, and a few percent more to run."""
     near = tl.arange(0, 16)
     blocks = diagonal_blocks(L)
     small = tl.where(near[:, None] == near[None, :], 1.0, 0.0)[None, :, :]
@@ -48,10 +57,11 @@ def unit_lower_inverse(L, PRECISION: tl.constexpr):
         pair = below(near, 1 << level)[None, :, :]
         half_way = tl.dot(small, tl.where(pair, blocks, 0.0), input_precision=PRECISION)
         small -= tl.where(pair, tl.dot(half_way, small, input_precision=PRECISION), 0.0)
-    steps = tl.arange(0, 64)
     inverse = spread(small)
-    for level in tl.static_range(4, 6):
-        pair = below(steps, 1 << level)
-        half_way = tl.dot(inverse, tl.where(pair, L, 0.0), input_precision=PRECISION)
-        inverse -= tl.where(pair, tl.dot(half_way, inverse, input_precision=PRECISION), 0.0)
+    if ROLLED:
+        for level in tl.range(4, 6, num_stages=1):
+            inverse = join(inverse, L, 1 << level, PRECISION)
+    else:
+        for level in tl.static_range(4, 6):
+            inverse = join(inverse, L, 1 << level, PRECISION)
     return inverse

@@ -6,13 +6,14 @@ The forward leaves, beside its inputs, the running log decay G and the inverse o
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
+from fla.ops.common.compile_ahead import collecting, compiled_together, kind_of_step, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.common.triton_call import in_near_rows
@@ -20,7 +21,8 @@ from fla.ops.gated_delta_rule.kernels.backward import finish_gates, finish_heads
 from fla.ops.gated_delta_rule.kernels.forward import outputs, prepare
 from fla.ops.gated_delta_rule.kernels.states import states_forward
 from fla.ops.gated_delta_rule.kernels.states_backward import states_backward
-from fla.utils.devices import capability_of, shared_memory_of
+from fla.ops.gated_delta_rule.kernels.turns import programs_of, turns_of
+from fla.utils.devices import capability_of, multiprocessors_of, shared_memory_of
 
 CHUNK = 64
 
@@ -50,7 +52,24 @@ class Gradients(NamedTuple):
     initial_state: torch.Tensor | None
 
 
-@compiled_together(lambda q, k, v, g, beta, *rest: kind_of_step(q, v, g, beta, *rest))
+def _kind(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    *rest: Any,
+) -> Hashable:
+    """What the kernels are compiled for."""
+    turns = 1 if cu_seqlens is not None else _turns(v, triton.cdiv(v.shape[3], 64))
+    return (*kind_of_step(q, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *rest), turns)
+
+
+@compiled_together(_kind)
 def chunk_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -127,7 +146,7 @@ def chunk_forward(
     return o, final, G, inverse
 
 
-@compiled_together(lambda q, k, v, g, beta, *rest: kind_of_step(q, v, g, beta, *rest))
+@compiled_together(_kind)
 def chunk_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -185,21 +204,26 @@ def chunk_backward(
     D, dv = _empty(k, batch, length, heads, dim_v), _empty(v, batch, length, heads, dim_v)
     dh = torch.empty_like(h)
     d_initial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
-    launch(states_backward, (triton.cdiv(dim_v, rule.backward_block_v) * layout.count * heads,))(
-        *(q, k, beta32, attend, selves, inverse, do, G, rq, rk, D, dh),
-        *(None if d_final is None else d_final.contiguous(), d_initial),
-        *(cu_seqlens, layout.offsets, options.scale, length, *strides_qk),
-        **common,
-        V=dim_v,
-        BK=rule.whole_k,
-        BV=rule.backward_block_v,
-        NORMALISED=normalise,
-        HAS_FINAL=d_final is not None,
-        HAS_INITIAL=initial_state is not None,
-        V_FIRST=options.state_v_first,
-        STAGES=rule.backward_stages,
-        num_warps=rule.state_warps,
-    )
+    d_final = None if d_final is None else d_final.contiguous()
+    blocks, sequences = triton.cdiv(dim_v, rule.backward_block_v), layout.count * heads
+    turns = _turns(v, blocks) if rule.alone and not layout.packed else 1
+    carried = None if turns == 1 else _empty(k, sequences, dim_k, dim_v, dtype=torch.float32)
+    for turn in range(1 if collecting() else turns):
+        launch(states_backward, (programs_of(sequences, blocks, turns),))(
+            *(q, k, beta32, attend, selves, inverse, do, G, rq, rk, D, dh, d_final, d_initial, carried),
+            *(cu_seqlens, layout.offsets, options.scale, length, sequences, turn, *strides_qk),
+            **common,
+            V=dim_v,
+            BK=rule.whole_k,
+            BV=rule.backward_block_v,
+            NORMALISED=normalise,
+            HAS_FINAL=d_final is not None,
+            HAS_INITIAL=initial_state is not None,
+            V_FIRST=options.state_v_first,
+            TURNS=turns,
+            STAGES=rule.backward_stages,
+            num_warps=rule.state_warps,
+        )
     # `states_backward` was the last to read the scores
     from_q, from_k = attend, torch.empty_like(inverse)
     shares = 1 + triton.cdiv(dim_k, rule.block_k)
@@ -299,23 +323,35 @@ def _states(
     if output_final_state:
         shape = (dim_v, dim_k) if options.state_v_first else (dim_k, dim_v)
         final = _empty(k, layout.count, heads, *shape, dtype=torch.float32)
-    launch(states_forward, (triton.cdiv(dim_v, rule.state_block_v) * layout.count * heads,))(
-        *(q, k, v, beta32, attend, selves, inverse, G, rq, rk, h, v_new, o),
-        *(None if initial_state is None else initial_state.contiguous(), final, cu_seqlens, layout.offsets),
-        *(options.scale, length, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        **common,
-        V=dim_v,
-        BK=rule.whole_k,
-        BV=rule.state_block_v,
-        NORMALISED=options.use_qk_l2norm_in_kernel,
-        OUTPUTS=attend is not None,
-        HAS_INITIAL=initial_state is not None,
-        HAS_FINAL=output_final_state,
-        V_FIRST=options.state_v_first,
-        STAGES=rule.state_stages if attend is None else rule.outputs_stages,
-        num_warps=rule.state_warps,
-    )
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    blocks, sequences = triton.cdiv(dim_v, rule.state_block_v), layout.count * heads
+    turns = _turns(v, blocks) if rule.alone and attend is not None and not layout.packed else 1
+    carried = None if turns == 1 else _empty(k, sequences, dim_k, dim_v, dtype=torch.float32)
+    for turn in range(1 if collecting() else turns):
+        launch(states_forward, (programs_of(sequences, blocks, turns),))(
+            *(q, k, v, beta32, attend, selves, inverse, G, rq, rk, h, v_new, o, initial_state, final, carried),
+            *(cu_seqlens, layout.offsets, options.scale, length, sequences, turn),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+            **common,
+            V=dim_v,
+            BK=rule.whole_k,
+            BV=rule.state_block_v,
+            NORMALISED=options.use_qk_l2norm_in_kernel,
+            OUTPUTS=attend is not None,
+            HAS_INITIAL=initial_state is not None,
+            HAS_FINAL=output_final_state,
+            V_FIRST=options.state_v_first,
+            TURNS=turns,
+            STAGES=rule.state_stages if attend is None else rule.outputs_stages,
+            num_warps=rule.state_warps,
+        )
     return h, v_new, final
+
+
+def _turns(v: torch.Tensor, blocks: int) -> int:
+    """Of recurrences of which a program fills a multiprocessor, over equal lengths."""
+    batch, length, heads, _ = v.shape
+    return turns_of(batch * heads, blocks, triton.cdiv(length, CHUNK), multiprocessors_of(v.device))
 
 
 class _Rule:
@@ -347,6 +383,8 @@ class _Rule:
         # with the outputs a stage is 57 KiB
         self.outputs_with_states = not large
         self.outputs_stages = 3 if hopper else 2
+        # with so many stages one program fills a multiprocessor
+        self.alone = hopper and not large
         self.state_warps = 8 if self.whole_k > (64 if wide else 128) else 4
         self.backward_block_v = min(32 if large or major < 9 else 64, self.block_v)
         self.backward_stages = 1 if large else 3 if hopper else 2

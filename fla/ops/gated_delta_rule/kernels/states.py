@@ -19,9 +19,10 @@ import triton.language as tl
 from fla.ops.common.kernels.gates import exp32
 from fla.ops.common.kernels.layout import sequence_rows
 from fla.ops.gated_delta_rule.kernels.forward import solved
+from fla.ops.gated_delta_rule.kernels.turns import of_turn
 
 
-@triton.jit(do_not_specialize=['T'])
+@triton.jit(do_not_specialize=['T', 'heads', 'turn'])
 def states_forward(
     q,
     k,
@@ -38,10 +39,13 @@ def states_forward(
     o,
     initial,
     final,
+    carried,
     cu_seqlens,
     offsets,
     scale,
     T,
+    heads,
+    turn,
     q_b,
     q_t,
     q_h,
@@ -63,11 +67,12 @@ def states_forward(
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     V_FIRST: tl.constexpr,
+    TURNS: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (N * HV * ceil(V / BV),): one axis, because the others end at 65,535. BK >= K.
+    """Grid (N * HV * ceil(V / BV),), or, in TURNS, of `programs_of`: one axis, because the others end at 65,535. BK >= K.
 
     Args:
         q, k: `[B, T, H, K]`, v: `[B, T, HV, V]`, by strides: the last is 1, and SIZE times the second fits in 32 bits.
@@ -78,11 +83,14 @@ def states_forward(
         G: running log decay, float32 or float64 `[B, T, HV]`.
         rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`, read with NORMALISED.
         h: `[rows, HV, K, V]`, states before each chunk; v_new: `[B, T, HV, V]`; both written, in k's dtype, but with OUTPUTS
-            o `[B, T, HV, V]` instead.
+            o `[B, T, HV, V]` instead. TURNS only with OUTPUTS.
         initial, final: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`.
+        carried: float32 `[N, HV, K, V]`, states between one turn and the next; TURNS of equal lengths only.
     """
     pid = tl.program_id(0)
-    vb, nh = pid % tl.cdiv(V, BV), pid // tl.cdiv(V, BV)
+    nh, vb, begin, stop = of_turn(pid, turn, tl.cdiv(T, SIZE), tl.cdiv(V, BV), TURNS)
+    if TURNS > 1 and nh >= heads:
+        return
     n, hv = nh // HV, nh % HV
     if PACKED:
         start, end, row = sequence_rows(cu_seqlens, offsets, n, T, SIZE)
@@ -92,6 +100,9 @@ def states_forward(
         row = (n * tl.cdiv(T, SIZE)).to(tl.int64)
         batch = n.to(tl.int64)
     length = end - start
+    chunks = tl.cdiv(length, SIZE)
+    if PACKED:
+        stop = chunks
     start64, hv64, head = start.to(tl.int64), hv.to(tl.int64), (hv // (HV // H)).to(tl.int64)
     rows = tl.arange(0, BK)
     cv = vb * BV + tl.arange(0, BV)
@@ -100,6 +111,10 @@ def states_forward(
     S = tl.zeros([BK, BV], tl.float32)
     if HAS_INITIAL:
         S = tl.load(initial + state_at, mask=state_mask, other=0.0).to(tl.float32)
+    if TURNS > 1:
+        carried_at = carried + nh.to(tl.int64) * K * V + (rows[:, None] * V + cv[None, :])
+        if begin > 0:
+            S = tl.load(carried_at, mask=state_mask, other=0.0)
     token = (batch * T + start64) * HV + hv
     # of the steps within a chunk; int64 is for what comes before them
     steps = tl.arange(0, SIZE)
@@ -113,8 +128,9 @@ def states_forward(
     h_ptr = h
     if not OUTPUTS:
         h_ptr = h + (row * HV + hv) * K * V + (rows[:, None] * V + cv[None, :])
-        tl.store(h_ptr, S.to(h.dtype.element_ty), mask=state_mask & (length > 0))
-    for c in tl.range(0, tl.cdiv(length, SIZE), num_stages=STAGES):
+        some = (rows * 0 + length > 0)[:, None]
+        tl.store(h_ptr, S.to(h.dtype.element_ty), mask=state_mask & some)
+    for c in tl.range(begin, stop, num_stages=STAGES):
         first = c.to(tl.int64) * SIZE
         own = token + first * HV
         count = tl.minimum(length - c * SIZE, SIZE)
@@ -148,7 +164,7 @@ def states_forward(
         S += tl.dot(tl.trans(keys), (U * left[:, None]).to(keys.dtype), input_precision=PRECISION)
         if not OUTPUTS:
             # of the next chunk; here shared memory has room for the way to it
-            more = state_mask & (count + c * SIZE < length)
+            more = state_mask & (rows * 0 + (count + c * SIZE) < length)[:, None]
             tl.store(h_ptr + (c + 1).to(tl.int64) * HV * K * V, S.to(h.dtype.element_ty), mask=more)
         if OUTPUTS:
             Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)
@@ -160,5 +176,8 @@ def states_forward(
             M = tl.load(attend + own * SIZE + of_m, mask=inside[:, None], other=0.0)
             out = tl.dot(M, update, out, input_precision=PRECISION)
             tl.store(o + own * V + of_v, out.to(o.dtype.element_ty), mask=v_mask)
+    if TURNS > 1:
+        tl.store(carried_at, S, mask=state_mask)
     if HAS_FINAL:
+        # the last turn's stays
         tl.store(final + state_at, S.to(final.dtype.element_ty), mask=state_mask)

@@ -14,9 +14,10 @@ import triton.language as tl
 from fla.ops.common.kernels.gates import exp32
 from fla.ops.common.kernels.layout import sequence_rows
 from fla.ops.gated_delta_rule.kernels.forward import solved
+from fla.ops.gated_delta_rule.kernels.turns import of_turn
 
 
-@triton.jit(do_not_specialize=['T'])
+@triton.jit(do_not_specialize=['T', 'heads', 'turn'])
 def states_backward(
     q,
     k,
@@ -32,10 +33,13 @@ def states_backward(
     dh,
     d_final,
     d_initial,
+    carried,
     cu_seqlens,
     offsets,
     scale,
     T,
+    heads,
+    turn,
     q_b,
     q_t,
     q_h,
@@ -53,11 +57,12 @@ def states_backward(
     HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     V_FIRST: tl.constexpr,
+    TURNS: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (N * HV * ceil(V / BV),). BK >= K.
+    """Grid (N * HV * ceil(V / BV),), or, in TURNS, of `programs_of`. BK >= K.
 
     Args:
         q, k: `[B, T, H, K]`, by strides: the last is 1, and SIZE times the second fits in 32 bits.
@@ -69,9 +74,12 @@ def states_backward(
         D: `[B, T, HV, V]` in k's dtype, written.
         dh: `[rows, HV, K, V]` in k's dtype, written: the gradient of the state after each chunk.
         d_final, d_initial: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`; read if HAS_FINAL, written if HAS_INITIAL.
+        carried: float32 `[N, HV, K, V]`, gradients between one turn and the next; TURNS of equal lengths only.
     """
     pid = tl.program_id(0)
-    vb, nh = pid % tl.cdiv(V, BV), pid // tl.cdiv(V, BV)
+    nh, vb, begin, stop = of_turn(pid, turn, tl.cdiv(T, SIZE), tl.cdiv(V, BV), TURNS)
+    if TURNS > 1 and nh >= heads:
+        return
     n, hv = nh // HV, nh % HV
     if PACKED:
         start, end, row = sequence_rows(cu_seqlens, offsets, n, T, SIZE)
@@ -82,6 +90,8 @@ def states_backward(
         batch = n.to(tl.int64)
     length = end - start
     chunks = tl.cdiv(length, SIZE)
+    if PACKED:
+        stop = chunks
     start64, head = start.to(tl.int64), (hv // (HV // H)).to(tl.int64)
     token = (batch * T + start64) * HV + hv
     rows = tl.arange(0, BK)
@@ -91,6 +101,10 @@ def states_backward(
     dS = tl.zeros([BK, BV], tl.float32)
     if HAS_FINAL:
         dS = tl.load(d_final + state_at, mask=state_mask, other=0.0).to(tl.float32)
+    if TURNS > 1:
+        carried_at = carried + nh.to(tl.int64) * K * V + (rows[:, None] * V + cv[None, :])
+        if begin > 0:
+            dS = tl.load(carried_at, mask=state_mask, other=0.0)
     # of the steps within a chunk; int64 is for what comes before them
     steps = tl.arange(0, SIZE)
     of_one = steps * HV
@@ -100,7 +114,7 @@ def states_backward(
     q_ptr = q + batch * q_b + start64 * q_t + head * q_h
     k_ptr = k + batch * k_b + start64 * k_t + head * k_h
     dh_ptr = dh + (row * HV + hv) * K * V + (rows[:, None] * V + cv[None, :])
-    for i in tl.range(0, chunks, num_stages=STAGES):
+    for i in tl.range(begin, stop, num_stages=STAGES):
         c = chunks - 1 - i
         first = c.to(tl.int64) * SIZE
         own = token + first * HV
@@ -139,5 +153,8 @@ def states_backward(
         Q = tl.load(q_ptr + first * q_t + (time * q_t + rows[None, :]), mask=k_mask, other=0.0)
         dO = (dO.to(tl.float32) * q_factor[:, None]).to(do.dtype.element_ty)
         dS += tl.dot(tl.trans(Q), dO, input_precision=PRECISION)
+    if TURNS > 1:
+        tl.store(carried_at, dS, mask=state_mask)
     if HAS_INITIAL:
+        # the last turn's stays
         tl.store(d_initial + state_at, dS.to(d_initial.dtype.element_ty), mask=state_mask)
