@@ -25,7 +25,8 @@ chance. `AlgorithmOperands` is `HalfOperands` with the products of the algorithm
 rounds beside follows from what is multiplied, not from how far off a kernel is:
 - Chunks multiply by the inverse X = (I + L)^-1, where the reference solves: X is an operand, below its diagonal of ones. In
   the backward, the gated delta rule makes L's gradient from the solution, dL = -(X^T dU) U^T. KDA makes it by way of the
-  inverse's, dX = dU R^T of the right sides R and dL = -X^T dX X^T, so that dX and X^T dX are operands, too.
+  inverse's, dX = dU R^T of the right sides R and dL = -X^T dX X^T, so that dX and X^T dX are operands, too. The solution is
+  the reference's, U - W S. The gated delta rule's kernels solve X beta (V - e^G K S), which rounds a little less.
 - KDA has a gate per channel and multiplies e^(G - F) q by e^(F - G) k, with F the G of a step between theirs. The reference
   does, but for a single channel, which it takes for one gate a head: then q and k, already narrow, are multiplied and the
   decay comes after in float32. A second channel of zeros has it multiply as for many.

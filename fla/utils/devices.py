@@ -111,7 +111,7 @@ def capability_of(device: torch.device | int | str | None = None) -> tuple[int, 
 
 @functools.cache
 def multiprocessors_of(device: torch.device) -> int:
-    """How many multiprocessors a device has; 1 where nobody says."""
+    """How many multiprocessors a device, of which the index is given, has; 1 where nobody says."""
     if device.type == 'cuda':
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device.type == 'xpu':

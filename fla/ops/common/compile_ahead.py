@@ -49,7 +49,7 @@ def launch(kernel: Any, grid: tuple[int, ...], wgmma: bool = True) -> Callable[.
 
 
 def collecting() -> bool:
-    """Whether this thread only collects: of launches that differ in numbers alone, one is enough."""
+    """Whether this thread only collects: of launches that differ only in what is not compiled in, one is enough."""
     return _collected.calls is not None
 
 

@@ -48,7 +48,7 @@ def in_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_near_rows(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """As `in_rows`, and of `[B, T, ...]` what has its steps too far apart to count `steps` of them in 32 bits is copied."""
+    """As `in_rows`; `[B, T, ...]` is also copied where `steps` of its steps are too far apart to be counted in 32 bits."""
     return in_rows(x) if x.stride(1) < 2**31 // steps else x.contiguous()
 
 

@@ -6,9 +6,10 @@ import torch
 pytest.importorskip('triton')
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.kernels import launch
-from fla.ops.gated_delta_rule.kernels.turns import LEAST_CHUNKS, MOST_TURNS, of_turn, programs_of, turns_of
+from fla.ops.gated_delta_rule.kernels.turns import MOST_TURNS, of_turn, programs_of, turns_of
 from tests.ops.delta_rules import FLAGS, RAW, case
-from tests.ops.kernels import call
+from tests.ops.kernels import call, check
+from tests.triton_support.compile_only import compile_only
 
 
 def test_turns_fit_and_save_time():
@@ -22,10 +23,10 @@ def test_turns_fit_and_save_time():
             assert 3 <= turns <= MOST_TURNS
             assert heads * blocks > 132
             assert programs_of(heads, blocks, turns) <= 132
-    # one launch would take two rounds; this takes 8/7 to 3/2
     assert shorter > 30
-    assert turns_of(96, 2, 128, 132) == 3
-    assert turns_of(96, 2, 2 * LEAST_CHUNKS - 1, 132) == turns_of(66, 2, 128, 132) == turns_of(100, 2, 128, 132) == 1
+    # of two blocks: one round; 8/7, 5/4 and 3/2 of one instead of two; two are as quick
+    assert [turns_of(heads, 2, 128, 132) for heads in (66, 67, 80, 99, 100)] == [1, 8, 5, 3, 1]
+    assert [turns_of(67, 2, chunks, 132) for chunks in (31, 32, 47, 48)] == [1, 3, 3, 4]
 
 
 @pytest.mark.interpreted
@@ -56,34 +57,95 @@ def test_every_chunk_once_and_in_order(heads, turns, chunks):
     assert set(reached.values()) == {chunks}
 
 
+def gradients_of(given):
+    """o, the final state, and every gradient."""
+    found = [x for x in call(chunk_gated_delta_rule, given) if x is not None]
+    leaves = [x for x in given.tensors.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    return *found, *torch.autograd.grad(found, leaves, [torch.ones_like(x) for x in found])
+
+
+def watch(monkeypatch, turns):
+    """In so many turns; the names of the kernels that are launched turned."""
+    turned = []
+    real = launch.launch
+
+    def watched(kernel, grid, **more):
+        inner = real(kernel, grid, **more)
+
+        def run(*args, **options):
+            if options.get('TURNS', 1) > 1:
+                turned.append(kernel.fn.__name__)
+            return inner(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(launch, 'launch', watched)
+    monkeypatch.setattr(launch._Rule, 'turns', lambda self, v, packed: turns)
+    return turned
+
+
+FORMS = [{**RAW, **FLAGS}, {**RAW, **FLAGS, 'state_v_first': True, 'H': 1}, {'initial': False}]
+
+
 @pytest.mark.interpreted
-@pytest.mark.parametrize('state', [True, False], ids=['states', 'stateless'])
-def test_same_numbers(monkeypatch, state):
+@pytest.mark.parametrize('form', FORMS, ids=['everything', 'V first, grouped', 'stateless'])
+def test_same_numbers(monkeypatch, form):
     """Bit by bit: a state goes through memory in float32."""
-    given = case(chunk_gated_delta_rule, B=2, T=64 * 5 - 3, HV=2, K=20, V=40, **RAW, **FLAGS)
-    if not state:
-        given = given.with_tensors(initial_state=None)
+    given = case(chunk_gated_delta_rule, B=2, T=64 * 5 - 3, K=20, V=40, **{'H': 2, 'HV': 2, **form})
     for tensor in given.tensors.values():
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             tensor.requires_grad_()
-
     build = launch._Rule.__init__
 
-    def alone(self, *args):
+    def with_outputs(self, *args):
         build(self, *args)
-        self.alone = self.outputs_with_states = True
+        self.outputs_with_states = True
 
-    monkeypatch.setattr(launch._Rule, '__init__', alone)
-
-    def results(turns):
-        asked = []
-        monkeypatch.setattr(launch, '_turns', lambda v, blocks: asked.append(blocks) or turns)
-        found = [x for x in call(chunk_gated_delta_rule, given) if x is not None]
-        leaves = [x for x in given.tensors.values() if isinstance(x, torch.Tensor) and x.requires_grad]
-        gradients = torch.autograd.grad(found, leaves, [torch.ones_like(x) for x in found])
-        assert len(asked) >= 2
-        return *found, *gradients
-
-    plain, turned = results(1), results(3)
+    monkeypatch.setattr(launch._Rule, '__init__', with_outputs)
+    plain = gradients_of(given)
+    turned = watch(monkeypatch, 3)
+    found = gradients_of(given)
+    assert sorted(turned) == 3 * ['states_backward'] + 3 * ['states_forward']
     assert len(plain) > 5
-    assert all(map(torch.equal, plain, turned))
+    assert all(map(torch.equal, plain, found))
+
+
+@pytest.mark.triton
+@pytest.mark.slow
+def test_one_of_the_launches_is_compiled(monkeypatch):
+    """All of a call's turns are one compiled kernel, beside the one that writes states."""
+    turned = watch(monkeypatch, 3)
+    given = case(chunk_gated_delta_rule, dtype=torch.bfloat16, K=128, V=128, device='meta', **RAW, **FLAGS)
+    tensors = [given.tensors[name] for name in ('q', 'k', 'v', 'g', 'beta', 'A_log', 'dt_bias', 'initial_state')]
+    options = launch.Options(128**-0.5, **RAW, **FLAGS)
+    with compile_only((9, 0)) as compiled:
+        o, final, G, inverse = launch.chunk_forward(*tensors, None, options, True)
+        launch.chunk_backward(*tensors, None, G, inverse, o, final, options)
+    print(*compiled, sep='\n')
+    assert {'states_forward', 'states_backward'} <= set(turned)
+    names = [one.name for one in compiled]
+    assert (names.count('states_forward'), names.count('states_backward')) == (2, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('turns', [3, 8])
+def test_same_numbers_on_a_gpu(monkeypatch, turns):
+    """Where a launch takes turns by itself: within the bounds, and as in one launch bit by bit."""
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip('nowhere else does a program of the recurrences fill a multiprocessor')
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    heads = 3 * multiprocessors // 4 if turns == 3 else multiprocessors // 2 + 1
+    steps = 64 * 16 * (turns - 1) + 70
+    size = {'K': 128, 'V': 128, 'H': heads, 'HV': heads, 'T': steps, 'dtype': torch.bfloat16, 'device': 'cuda'}
+    given = case(chunk_gated_delta_rule, **RAW, **FLAGS, **size)
+    for tensor in given.tensors.values():
+        tensor.requires_grad_()
+    rule = launch._Rule(given.tensors['q'], 128, 128)
+    assert rule.turns(given.tensors['v'], False) == turns
+    found = gradients_of(given)
+    if turns == 3:
+        check(chunk_gated_delta_rule, given)
+    turned = watch(monkeypatch, 1)
+    plain = gradients_of(given)
+    assert not turned
+    assert all(map(torch.equal, plain, found))

@@ -22,8 +22,8 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None,
 
 # of a scan: steps of a program at a time
 _SCAN = 1024
-# the largest block, in steps
-_LARGEST = 128
+# in steps
+_LARGEST_BLOCK = 128
 
 
 def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Hashable:
@@ -53,7 +53,7 @@ def attention_forward(
     Returns:
         o `[B, T, HQ, V]` in v's dtype and lse `[B, HQ, T]`, the logarithm of the normaliser in base 2, both contiguous.
     """
-    q, k, v = (in_near_rows(x, _LARGEST) for x in (q, k, v))
+    q, k, v = (in_near_rows(x, _LARGEST_BLOCK) for x in (q, k, v))
     g = as_stored(g)
     batch, length, heads, _ = q.shape
     window = min(window, k.shape[1])
@@ -92,7 +92,7 @@ def attention_backward(
     do: torch.Tensor,
 ) -> Gradients:
     """The gradients of q, k, v, g and sink_bias, contiguous, from the arguments and results of `attention_forward`."""
-    q, k, v = (in_near_rows(x, _LARGEST) for x in (q, k, v))
+    q, k, v = (in_near_rows(x, _LARGEST_BLOCK) for x in (q, k, v))
     g = as_stored(g)
     batch, length, heads, dim = q.shape
     kept, groups = k.shape[1:3]

@@ -47,8 +47,8 @@ def join(inverse, L, half, PRECISION: tl.constexpr):
 
 @triton.jit
 def unit_lower_inverse(L, PRECISION: tl.constexpr, ROLLED: tl.constexpr = False):
-    """`(I + L)^-1` of a strictly lower-triangular L `[64, 64]`, float32. ROLLED: in less code, which takes a quarter less
-    time to compile, and a few percent more to run."""
+    """`(I + L)^-1` of a strictly lower-triangular L `[64, 64]`, float32. ROLLED: in less code. A kernel of KDA that contains
+    it takes a fifth less time to compile that way, and 2 to 4 % more to run."""
     near = tl.arange(0, 16)
     blocks = diagonal_blocks(L)
     small = tl.where(near[:, None] == near[None, :], 1.0, 0.0)[None, :, :]

@@ -1,15 +1,15 @@
 """Backward of the chunked gated delta rule.
 
-Per chunk, with X = (I + L)^-1, and D the gradient of the system's right-hand side beta (V - e^G K S):
+Per chunk, with I + X = (I + L)^-1, and D the gradient of the system's right-hand side beta (V - e^G K S):
 
-    U' = X beta (V - e^G K S);   O = scale e^G Q S + M U';   S' = e^{G_C} S + (e^{G_C - G} K)^T U'
+    U' = (I + X) beta (V - e^G K S);   O = scale e^G Q S + M U';   S' = e^{G_C} S + (e^{G_C - G} K)^T U'
 
-    D  = X^T dU';   dV = beta D;   dL = -tril(D U'^T, -1);   dM = tril(dO U'^T)
+    D  = (I + X)^T dU';   dV = beta D;   dL = -tril(D U'^T, -1);   dM = tril(dO U'^T)
     dbeta_i = <D_i, (V - e^G K S)_i> + sum_j dL_ij L_ij / beta_i
 
-`scores` repeats M of the forward; `states_forward` gives the states and U', `states_backward` their gradients, D and dV;
-`within` does what stays within a chunk, `through` what goes through the states; `finish_gates` and `finish_heads` sum over
-steps, channels and groups of heads. Nothing is added atomically.
+`scores` repeats M of the forward, beta32 and norms; `states_forward` gives the states and U', `states_backward` their
+gradients and D; `within` does what stays within a chunk, dV among it, `through` what goes through the states;
+`finish_gates` and `finish_heads` sum over steps, channels and groups of heads. Nothing is added atomically.
 
 Norms: where q and k are normalised, products are of raw rows and 1 / norm stands among the factors. A gradient that is left
 by `through` is that of q or k with the norm held constant, and `finish_heads` takes out what lies along the row.

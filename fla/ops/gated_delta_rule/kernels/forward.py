@@ -119,7 +119,7 @@ def prepare(
     Gc = tl.cumsum(tl.where(inside, gate, 0.0).to(G.dtype.element_ty), 0)
     tl.store(G + token + own, Gc, mask=inside)
     bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv.to(tl.int64) * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
-    # for the recurrences: Triton does not load 16-bit numbers ahead
+    # for the recurrences: ahead are loaded 32 bits at least, which scattered numbers in 16 bits are not
     tl.store(beta32 + token + own, bt, mask=inside)
     scores = tl.zeros([SIZE, SIZE], tl.float32)
     for_q = tl.zeros([SIZE, SIZE], tl.float32)

@@ -1,7 +1,8 @@
 """The kernels of the chunked gated delta rule in their order, forward and backward: what an autograd function calls.
 
-The forward leaves, beside its inputs, the running log decay G and the inverse of each chunk: `[B, T, HV]`, wide, and
-`[B, T, HV, 64]` in v's dtype. The backward starts from those and repeats the states.
+The forward leaves, beside its inputs, the running log decay G and `inverse`, which is the inverse of each chunk's system
+less the ones on its diagonal: `[B, T, HV]`, wide, and `[B, T, HV, 64]` in v's dtype. The backward starts from those and
+repeats the states.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _kind(
     *rest: Any,
 ) -> Hashable:
     """What the kernels are compiled for."""
-    turns = 1 if cu_seqlens is not None else _turns(v, triton.cdiv(v.shape[3], 64))
+    turns = _Rule(q, q.shape[3], v.shape[3]).turns(v, cu_seqlens is not None)
     return (*kind_of_step(q, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *rest), turns)
 
 
@@ -206,7 +207,7 @@ def chunk_backward(
     d_initial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     d_final = None if d_final is None else d_final.contiguous()
     blocks, sequences = triton.cdiv(dim_v, rule.backward_block_v), layout.count * heads
-    turns = _turns(v, blocks) if rule.alone and not layout.packed else 1
+    turns = rule.turns(v, layout.packed)
     carried = None if turns == 1 else _empty(k, sequences, dim_k, dim_v, dtype=torch.float32)
     for turn in range(1 if collecting() else turns):
         launch(states_backward, (programs_of(sequences, blocks, turns),))(
@@ -325,7 +326,7 @@ def _states(
         final = _empty(k, layout.count, heads, *shape, dtype=torch.float32)
     initial_state = None if initial_state is None else initial_state.contiguous()
     blocks, sequences = triton.cdiv(dim_v, rule.state_block_v), layout.count * heads
-    turns = _turns(v, blocks) if rule.alone and attend is not None and not layout.packed else 1
+    turns = 1 if attend is None else rule.turns(v, layout.packed)
     carried = None if turns == 1 else _empty(k, sequences, dim_k, dim_v, dtype=torch.float32)
     for turn in range(1 if collecting() else turns):
         launch(states_forward, (programs_of(sequences, blocks, turns),))(
@@ -346,12 +347,6 @@ def _states(
             num_warps=rule.state_warps,
         )
     return h, v_new, final
-
-
-def _turns(v: torch.Tensor, blocks: int) -> int:
-    """Of recurrences of which a program fills a multiprocessor, over equal lengths."""
-    batch, length, heads, _ = v.shape
-    return turns_of(batch * heads, blocks, triton.cdiv(length, CHUNK), multiprocessors_of(v.device))
 
 
 class _Rule:
@@ -383,11 +378,19 @@ class _Rule:
         # with the outputs a stage is 57 KiB
         self.outputs_with_states = not large
         self.outputs_stages = 3 if hopper else 2
-        # with so many stages one program fills a multiprocessor
-        self.alone = hopper and not large
+        # with so many stages a program fills a multiprocessor
+        self.alone = hopper and not large and self.whole_k > 32
         self.state_warps = 8 if self.whole_k > (64 if wide else 128) else 4
         self.backward_block_v = min(32 if large or major < 9 else 64, self.block_v)
         self.backward_stages = 1 if large else 3 if hopper else 2
+
+    def turns(self, v: torch.Tensor, packed: bool) -> int:
+        """Of the recurrences, but for the one that writes states, of which a multiprocessor holds two programs."""
+        if packed or not self.alone:
+            return 1
+        batch, length, heads, dim_v = v.shape
+        blocks, chunks = triton.cdiv(dim_v, self.state_block_v), triton.cdiv(length, CHUNK)
+        return turns_of(batch * heads, blocks, chunks, multiprocessors_of(v.device))
 
 
 def _common(q: torch.Tensor, v: torch.Tensor, layout: Layout) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def states_forward(
         S = S * exp32(G_last)
         S += tl.dot(tl.trans(keys), (U * left[:, None]).to(keys.dtype), input_precision=PRECISION)
         if not OUTPUTS:
-            # of the next chunk; here shared memory has room for the way to it
+            # Before the next chunk. It is stored through shared memory, which is free at this end of a chunk only.
             more = state_mask & (rows * 0 + (count + c * SIZE) < length)[:, None]
             tl.store(h_ptr + (c + 1).to(tl.int64) * HV * K * V, S.to(h.dtype.element_ty), mask=more)
         if OUTPUTS:
@@ -179,5 +179,5 @@ def states_forward(
     if TURNS > 1:
         tl.store(carried_at, S, mask=state_mask)
     if HAS_FINAL:
-        # the last turn's stays
+        # each turn writes over it
         tl.store(final + state_at, S.to(final.dtype.element_ty), mask=state_mask)

@@ -1,6 +1,6 @@
 """The recurrence of `states` in reverse: what comes back through the states, from the last chunk to the first.
 
-    dU' = M^T dO + (e^{G_C - G} K) dS;   D = X^T dU';   dV = beta D
+    dU' = M^T dO + (e^{G_C - G} K) dS;   D = (I + X)^T dU'
     dS <- e^{G_C} dS + (scale e^G Q)^T dO - K^T (e^G beta D)
 
 One program owns a block of value columns of one head of one sequence and keeps the state's gradient in registers.
@@ -156,5 +156,5 @@ def states_backward(
     if TURNS > 1:
         tl.store(carried_at, dS, mask=state_mask)
     if HAS_INITIAL:
-        # the last turn's stays
+        # each turn writes over it
         tl.store(d_initial + state_at, dS.to(d_initial.dtype.element_ty), mask=state_mask)

@@ -1,8 +1,8 @@
 """Turns of a recurrence, for when its programs are up to half as many again as the multiprocessors, each of which holds one.
 
 In one launch, what does not find a place waits for a whole program to end: the GPU takes as long as for twice as many.
-Instead there are n launches with 1 / n of the heads resting in each; every other head goes on by 1 / (n - 1) of its chunks,
-from the state in which it stopped. That takes n / (n - 1) of a program's time.
+Instead there are n launches. In each of them 1 / n of the heads rest, and each of the others goes on by 1 / (n - 1) of its
+chunks, from the state in which it stopped. That takes n / (n - 1) of a program's time.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A turn starts and ends with the state in memory, which takes as long as a few chunks.
+# A turn reads and writes its state, which takes as long as a few chunks.
 LEAST_CHUNKS = 16
 MOST_TURNS = 8
 
 
 def turns_of(heads: int, blocks: int, chunks: int, multiprocessors: int) -> int:
-    """How many turns `heads` sequences of one head each take, of `blocks` programs and `chunks` chunks; 1 for a plain
-    launch. So few that no turn is without chunks."""
+    """How many turns the heads of all sequences take, of `blocks` programs and `chunks` chunks each; 1 for a plain launch.
+    So few that no turn is without chunks."""
     if heads * blocks <= multiprocessors:
         return 1
     for turns in range(min(MOST_TURNS, chunks // LEAST_CHUNKS + 1), 2, -1):

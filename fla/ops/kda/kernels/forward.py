@@ -234,7 +234,7 @@ def store_updates(
     """X = (I + beta A)^-1, u = X beta v, and w = X beta k from what `store_decayed` has left in its place. The diagonal of X
     beta is beta, most of u, which rounding would change more than all the rest does."""
     own = token + steps[:, None].to(tl.int64) * HV
-    # unrolled, the first call of the operation would take more than five seconds
+    # half of a first call is compiling the kernels that contain this
     X = unit_lower_inverse(A * bt[:, None], PRECISION, ROLLED=True)
     if FULL:
         tl.store(inverse + own * SIZE + steps[None, :], X.to(inverse.dtype.element_ty), mask=inside[:, None])

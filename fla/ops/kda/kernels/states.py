@@ -7,7 +7,8 @@ S and U' for other kernels to read, or, where shared memory holds what it loads 
 
     O = Q' S + M U',
 
-which saves two tensors and a kernel.
+which saves two tensors and a kernel. Q' and K' are queries and keys with their decays from the chunk's start and to its end,
+and decay is that of the whole chunk.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ def states_forward(
         batch = n.to(tl.int64)
     length = end - start
     token = batch * T + start
-    rk_ = tl.arange(0, BK)
+    rows = tl.arange(0, BK)
     cv = vb * BV + tl.arange(0, BV)
-    state_mask = (rk_[:, None] < K) & (cv[None, :] < V)
-    state_at = nh.to(tl.int64) * K * V + (cv[None, :] * K + rk_[:, None] if V_FIRST else rk_[:, None] * V + cv[None, :])
+    state_mask = (rows[:, None] < K) & (cv[None, :] < V)
+    state_at = nh.to(tl.int64) * K * V + (cv[None, :] * K + rows[:, None] if V_FIRST else rows[:, None] * V + cv[None, :])
     S = tl.zeros([BK, BV], tl.float32)
     if HAS_INITIAL:
         S = tl.load(initial + state_at, mask=state_mask, other=0.0).to(tl.float32)
@@ -90,7 +91,7 @@ def states_forward(
         s_ptr = selves + token * HV + hv
     else:
         n_ptr = v_new + (token * HV + hv) * V
-        h_ptr = h + (row * HV + hv) * K * V + rk_[:, None] * V + cv[None, :]
+        h_ptr = h + (row * HV + hv) * K * V + rows[:, None] * V + cv[None, :]
     k_ptr = k + (token * HV + hv) * K
     q_ptr = q + (token * HV + hv) * K
     G_ptr = G + (token * HV + hv) * K
@@ -99,17 +100,17 @@ def states_forward(
         inside = t < length
         last = tl.minimum(c * SIZE + SIZE, length) - 1
         tile = t[:, None].to(tl.int64) * HV
-        k_mask = inside[:, None] & (rk_[None, :] < K)
+        k_mask = inside[:, None] & (rows[None, :] < K)
         v_mask = inside[:, None] & (cv[None, :] < V)
         before = S.to(w.dtype.element_ty)
         if not OUTPUTS:
             tl.store(h_ptr + c.to(tl.int64) * HV * K * V, before, mask=state_mask)
-        W = tl.load(w_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
+        W = tl.load(w_ptr + tile * K + rows[None, :], mask=k_mask, other=0.0)
         U = tl.load(u_ptr + tile * V + cv[None, :], mask=v_mask, other=0.0).to(tl.float32)
         U -= tl.dot(W, before, input_precision=PRECISION)
         if OUTPUTS:
             M = tl.load(m_ptr + tile * SIZE + steps[None, :], mask=inside[:, None], other=0.0)
-            Q = tl.load(q_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
+            Q = tl.load(q_ptr + tile * K + rows[None, :], mask=k_mask, other=0.0)
             out = tl.dot(Q, before, input_precision=PRECISION)
             update = U.to(M.dtype)
             out += tl.dot(M, update, input_precision=PRECISION)
@@ -117,8 +118,8 @@ def states_forward(
             tl.store(o_ptr + tile * V + cv[None, :], out.to(o.dtype.element_ty), mask=v_mask)
         else:
             tl.store(n_ptr + tile * V + cv[None, :], U.to(v_new.dtype.element_ty), mask=v_mask)
-        keys = tl.load(k_ptr + tile * K + rk_[None, :], mask=k_mask, other=0.0)
-        decay = exp32(tl.load(G_ptr + last.to(tl.int64) * HV * K + rk_, mask=rk_ < K, other=0.0))
+        keys = tl.load(k_ptr + tile * K + rows[None, :], mask=k_mask, other=0.0)
+        decay = exp32(tl.load(G_ptr + last.to(tl.int64) * HV * K + rows, mask=rows < K, other=0.0))
         S = S * decay[:, None]
         S += tl.dot(tl.trans(keys), U.to(keys.dtype), input_precision=PRECISION)
     if HAS_FINAL:

@@ -135,8 +135,9 @@ def prepare(
                     i > j, scores[i, j] * T.exp(T.min(G_s[i] - G_s[j], 0.0)) * (b_s[i] * rk_s[i]) * rk_s[j], 0.0
                 )
             T.sync_threads()
-            # A thread finds one column of X by substitution, in float32: as exact as can be, and quicker than products that
-            # join inverses of blocks. In blocks of 16 rows, to be a loop: unrolled as a whole it waits for its instructions.
+            # A thread finds one column of I + X by substitution, in float32: as exact as can be, and quicker than products
+            # that join inverses of blocks. In blocks of 16 rows, to be a loop: unrolled as a whole it waits for its
+            # instructions.
             tx = T.get_thread_binding()
             if tx < CHUNK:
                 for block in T.serial(CHUNK // BLOCK):
