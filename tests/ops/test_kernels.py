@@ -77,10 +77,11 @@ def test_gates_in_half_precision(function, gate_dtype):
     check(function, case(function, dtype=BF16, gate_dtype=gate_dtype, T=80, HV=2, **EVERYTHING))
 
 
+@pytest.mark.parametrize('sizes', [{'T': 5, 'B': 2, 'HV': 2}, {'T': 3, 'K': 1, 'V': 1}, {'T': 1, 'K': 1, 'V': 1}], ids=str)
 @pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
-def test_negated_inputs(function):
-    """Tensors whose memory holds the other sign, of which PyTorch has taken a note."""
-    given = case(function, T=5, B=2, HV=2)
+def test_negated_inputs(function, sizes):
+    """Tensors whose memory holds the other sign, of which PyTorch has taken a note; single numbers are contiguous."""
+    given = case(function, **sizes)
     turned = {name: torch.complex(x, -x).conj().imag for name, x in given.tensors.items()}
     assert all(x.is_neg() and torch.equal(x, given.tensors[name]) for name, x in turned.items())
     assert_same(everything(function, given), everything(function, given.with_tensors(**turned)))

@@ -43,24 +43,26 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy, with a contiguous last dimension, as the kernels read it."""
+    """x, or a copy, with a contiguous last dimension, as the kernels read it; see `as_stored`."""
+    x = x.resolve_neg() if x.is_neg() else x
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def in_near_rows(x: torch.Tensor, steps: int) -> torch.Tensor:
     """As `in_rows`; `[B, T, ...]` is also copied where `steps` of its steps are too far apart to be counted in 32 bits."""
-    return in_rows(x) if x.stride(1) < 2**31 // steps else x.contiguous()
+    x = in_rows(x)
+    return x if x.stride(1) < 2**31 // steps else x.contiguous()
 
 
 def as_stored(x: torch.Tensor | None) -> Any:
     """For kernels that read any strides: x, or a copy where its memory holds the other sign and PyTorch has taken a note of
-    that, as of imaginary parts of conjugates. Those are not side by side."""
-    return x if x is None or x.is_contiguous() else x.resolve_neg()
+    that, as of imaginary parts of conjugates. `contiguous` need not do it: a single number is contiguous."""
+    return x.resolve_neg() if x is not None and x.is_neg() else x
 
 
 def flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """A list of numbers (A_log, dt_bias, sink_bias, cu_seqlens), of any shape and strides, as the kernels read it."""
-    return None if tensor is None else tensor.reshape(-1).contiguous()
+    return None if tensor is None else tensor.resolve_neg().reshape(-1).contiguous()
 
 
 def no_steps(

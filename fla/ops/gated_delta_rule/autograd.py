@@ -39,7 +39,7 @@ def _forward(
     v_first: bool,
 ) -> Any:
     options = Options(scale, l2norm, gate, sigmoid, double, v_first)
-    g, beta = as_stored(g), as_stored(beta)
+    g, beta, initial_state = (as_stored(x) for x in (g, beta, initial_state))
     with on_device_of(q), sound_products(k, v, cu_seqlens is None):
         return chunk_forward(
             *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, flat(cu_seqlens), options, output_final_state)
@@ -97,7 +97,7 @@ def _backward(
     dfinal_state: torch.Tensor | None,
 ) -> Any:
     options = Options(scale, l2norm, gate, sigmoid, double, v_first)
-    g, beta = as_stored(g), as_stored(beta)
+    g, beta, initial_state, do, dfinal_state = (as_stored(x) for x in (g, beta, initial_state, do, dfinal_state))
     with on_device_of(q), sound_products(k, v, cu_seqlens is None):
         gradients = chunk_backward(
             *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, flat(cu_seqlens)),

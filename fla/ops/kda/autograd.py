@@ -12,7 +12,7 @@ from fla.ops.common.assembler import sound_products
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.decode import decode
 from fla.ops.common.kernels.layout import layout_of
-from fla.ops.common.triton_call import DEVICES, as_stored, flat, no_steps, on_device_of, require_triton
+from fla.ops.common.triton_call import DEVICES, as_stored, flat, in_rows, no_steps, on_device_of, require_triton
 from fla.ops.kda.kernels.launch import SIZE, Saved, Settings, Within, chunk_backward, chunk_forward, within_chunks
 
 _TENSORS = (
@@ -48,9 +48,9 @@ def _forward(
     states: bool,
 ) -> Any:
     settings = Settings(scale, l2norm, gate, lower_bound, sigmoid, double, v_first)
-    q, k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g))
-    beta = as_stored(beta)
-    state = None if initial_state is None else initial_state.contiguous()
+    q, k, v, g = (in_rows(x) for x in (q, k, v, g))
+    beta, state = as_stored(beta), as_stored(initial_state)
+    state = None if state is None else state.contiguous()
     with on_device_of(q), sound_products(k, v, cu_seqlens is None):
         o, final, saved, h = chunk_forward(
             *(q, k, v, g, beta, settings, state, output_final_state),
@@ -147,9 +147,9 @@ def backward_with(within: Callable[..., Within]) -> Callable[..., Any]:
         dfinal_state: torch.Tensor | None,
     ) -> Any:
         settings = Settings(scale, l2norm, gate, lower_bound, sigmoid, double, v_first)
-        q, k, v, g = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, g))
-        beta = as_stored(beta)
-        state = None if initial_state is None else initial_state.contiguous()
+        q, k, v, g = (in_rows(x) for x in (q, k, v, g))
+        beta, state, do, dfinal_state = (as_stored(x) for x in (beta, initial_state, do, dfinal_state))
+        state = None if state is None else state.contiguous()
         with on_device_of(q), sound_products(k, v, cu_seqlens is None):
             ends = flat(cu_seqlens)
             layout = layout_of(q.shape[0], q.shape[1], SIZE, ends)

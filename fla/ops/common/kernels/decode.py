@@ -42,7 +42,7 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o `[B, T, HV, V]` in v's dtype and the final state in float32 or None; arguments as for the operations, checked."""
     (q, q_strides), (k, k_strides), (v, v_strides) = _rows(q), _rows(k), _rows(v)
-    g, beta = as_stored(g), as_stored(beta)
+    g, beta, initial_state = as_stored(g), as_stored(beta), as_stored(initial_state)
     gk, gk_strides = (None, _NONE) if gk is None else _rows(gk)
     gv, gv_strides = (None, _NONE) if gv is None else _rows(gv)
     batch, length, heads, dim = q.shape
@@ -138,6 +138,6 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """With the last dimension contiguous, as it nearly always is, and its strides."""
     strides = x.stride()
     if strides[-1] != 1:
-        x = x.contiguous()
+        x = as_stored(x).contiguous()
         strides = x.stride()
     return x, strides

@@ -258,6 +258,10 @@ def chunk_backward(
     dg = _empty(g, batch, length, heads, dtype=torch.float32 if options.use_gate_in_kernel else g.dtype)
     dbeta = _empty(beta, batch, length, heads)
     dA = torch.empty_like(dg) if options.use_gate_in_kernel else None
+    if dA is not None and layout.packed:
+        # sums go over steps of no sequence as well, of which there are none but in lengths that nobody has checked
+        dg.zero_()
+        dA.zero_()
     launch(finish_gates, (chunks,))(
         *(g, beta, A_log, dt_bias, d_G, d_beta, dg, dbeta, dA, cu_seqlens, layout.table, length, batch * length),
         *(*g.stride(), *beta.stride()),
@@ -378,8 +382,9 @@ class _Rule:
         # with the outputs a stage is 57 KiB
         self.outputs_with_states = not large
         self.outputs_stages = 3 if hopper else 2
-        # with so many stages a program fills a multiprocessor
-        self.alone = hopper and not large and self.whole_k > 32
+        # With so many stages a program fills a multiprocessor, but with small blocks. Rows that are no multiple of 32 bytes
+        # are not loaded ahead.
+        self.alone = hopper and not large and self.whole_k > 32 and self.state_block_v > 16 and dim_k % 16 == 0
         self.state_warps = 8 if self.whole_k > (64 if wide else 128) else 4
         self.backward_block_v = min(32 if large or major < 9 else 64, self.block_v)
         self.backward_stages = 1 if large else 3 if hopper else 2
