@@ -44,7 +44,7 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy, with a contiguous last dimension, as the kernels read it; see `as_stored`."""
-    x = x.resolve_neg() if x.is_neg() else x
+    x = as_stored(x)
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -62,7 +62,7 @@ def as_stored(x: torch.Tensor | None) -> Any:
 
 def flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """A list of numbers (A_log, dt_bias, sink_bias, cu_seqlens), of any shape and strides, as the kernels read it."""
-    return None if tensor is None else tensor.resolve_neg().reshape(-1).contiguous()
+    return None if tensor is None else as_stored(tensor).reshape(-1).contiguous()
 
 
 def no_steps(

@@ -84,7 +84,7 @@ def chunk_forward(
     options: Options,
     output_final_state: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """The forward, of checked arguments (see `OPS.md`), on the current device and stream.
+    """The forward, of checked arguments, on the current device and stream.
 
     Args:
         q, k `[B, T, H, K]`, v `[B, T, HV, V]`: of one dtype, any strides. g, beta `[B, T, HV]`.
@@ -353,6 +353,11 @@ def _states(
     return h, v_new, final
 
 
+def _power_of_2(dim: int) -> int:
+    """The next one, and 16 at least. Triton's functions for numbers take 2 us each, in every call."""
+    return 1 << (max(dim, 16) - 1).bit_length()
+
+
 class _Rule:
     """Block sizes, warps and stages.
 
@@ -366,16 +371,16 @@ class _Rule:
         wide = x.element_size() > 2
         small = shared_memory_of(capability) < shared_memory_of((8, 0))
         block = 32 if wide else 64
-        self.block_k = min(block, triton.next_power_of_2(max(dim_k, 16)))
-        self.block_v = min(block, triton.next_power_of_2(max(dim_v, 16)))
-        self.output_block_v = min(64 if wide or small else 128, triton.next_power_of_2(max(dim_v, 16)))
+        self.block_k = min(block, _power_of_2(dim_k))
+        self.block_v = min(block, _power_of_2(dim_v))
+        self.output_block_v = min(64 if wide or small else 128, _power_of_2(dim_v))
         self.warps = 8 if wide else 4
         hopper, few = major in (9, 10), wide or small
         self.stages = 1 if few else 3
         # A third program fits a multiprocessor. Elsewhere such a limit could cost more than that brings.
         self.of_prepare = {'maxnreg': 168} if major == 9 and not wide else {}
         # A program of the recurrences keeps [whole_k, block] in registers and 64 steps of each operand in shared memory.
-        self.whole_k = triton.next_power_of_2(max(dim_k, 16))
+        self.whole_k = _power_of_2(dim_k)
         large = few or self.whole_k > 128
         self.state_block_v = min(32 if large else 64, self.block_v)
         self.state_stages = 1 if large else 3
@@ -394,7 +399,7 @@ class _Rule:
         if packed or not self.alone:
             return 1
         batch, length, heads, dim_v = v.shape
-        blocks, chunks = triton.cdiv(dim_v, self.state_block_v), triton.cdiv(length, CHUNK)
+        blocks, chunks = -(-dim_v // self.state_block_v), -(-length // CHUNK)
         return turns_of(batch * heads, blocks, chunks, multiprocessors_of(v.device))
 
 

@@ -28,7 +28,7 @@ def turns_of(heads: int, blocks: int, chunks: int, multiprocessors: int) -> int:
 
 def programs_of(heads: int, blocks: int, turns: int) -> int:
     """The programs of one turn."""
-    return heads * blocks if turns == 1 else triton.cdiv(heads, turns) * (turns - 1) * blocks
+    return heads * blocks if turns == 1 else -(-heads // turns) * (turns - 1) * blocks
 
 
 @triton.jit
