@@ -56,8 +56,9 @@ def in_near_rows(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 def as_stored(x: torch.Tensor | None) -> Any:
     """For kernels that read any strides: x, or a copy where its memory holds the other sign and PyTorch has taken a note of
-    that, as of imaginary parts of conjugates. `contiguous` need not do it: a single number is contiguous."""
-    return x.resolve_neg() if x is not None and x.is_neg() else x
+    that, as of imaginary parts of conjugates. `contiguous` need not do it: a single number is contiguous. Nor is `is_neg`
+    asked, for which Dynamo breaks the graph."""
+    return None if x is None else x.resolve_neg()
 
 
 def flat(tensor: torch.Tensor | None) -> torch.Tensor | None:

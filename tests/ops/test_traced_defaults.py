@@ -1,0 +1,49 @@
+"""The Triton defaults as Dynamo sees them: one graph, up to the launch of what a GPU would run."""
+
+import pytest
+import torch
+from torch.utils import _triton
+
+pytest.importorskip('triton')
+from tests.ops import kernels
+from tests.ops.delta_rules import FLAGS, FUNCTIONS, RAW, case, name_of
+
+
+class Traced(Exception):
+    pass
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Of what is compiled; nothing runs."""
+    for module in ('fla.ops.common.triton_call', 'fla.ops.kda.autograd', 'fla.ops.gated_delta_rule.autograd'):
+        monkeypatch.setattr(f'{module}.DEVICES', ('cuda', 'cpu'))
+    # by which Dynamo asks for a GPU, without which it does not know a kernel when it sees one
+    monkeypatch.setattr(_triton, 'has_triton', lambda: True)
+    torch._dynamo.reset()
+    found = []
+
+    def backend(graph, inputs):
+        found.append(graph)
+
+        def run(*args):
+            raise Traced
+
+        return run
+
+    yield lambda function: (found, torch.compile(function, fullgraph=True, backend=backend))
+    torch._dynamo.reset()
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize('options', [{'T': 1, 'B': 2}, {'T': 1, **RAW, **FLAGS}, {'lens': [3, 0, 17], 'initial': False}])
+@pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
+def test_one_graph(graphs, function, options):
+    given = case(function, dtype=kernels.BF16, H=2, HV=4, K=32, V=32, **options)
+    found, compiled = graphs(function.__wrapped__)
+    with pytest.raises(Traced), torch.no_grad():
+        given.call(compiled)
+    assert len(found) == 1
+    called = [str(node.target) for node in found[0].graph.nodes if node.op == 'call_function']
+    print(*called, sep='\n')
+    assert any('triton_kernel_wrapper' in name or name.startswith('fla.') for name in called), called
