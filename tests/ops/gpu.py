@@ -113,6 +113,15 @@ def same_bits_twice(function, but=(), **more) -> None:
         assert_same(*({name: x for name, x in found.items() if name not in but} for found in (first, second)))
 
 
+def same_bits_on_a_full_gpu(function) -> None:
+    """With every multiprocessor at work: a race shows in a few numbers of millions, and in none of a small call."""
+    for flags in ({}, EVERYTHING):
+        given = case(function, dtype=BF16, H=16, HV=16, K=128, V=128, B=4, T=2048, device='cuda', **flags)
+        first = everything(function, given)
+        for _ in range(4):
+            assert_same(first, everything(function, given))
+
+
 _BASELINE = """
 import sys, torch
 from tests.ops import delta_rules, gpu

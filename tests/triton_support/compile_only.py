@@ -6,8 +6,8 @@
 
 Inside, every kernel is specialised from the arguments of its launch and compiled to a cubin, in a cache of its own; what it
 would have computed is missing, so outputs hold whatever was in memory. `fla.utils.devices` and `torch.cuda`'s two functions
-about a device answer for the GPU asked for. On leaving, kernels that do not fit that GPU are an AssertionError, and so is a
-block that launched none.
+about a device answer for the GPU asked for. On leaving, kernels that do not fit that GPU or that refill memory in use (see
+`refills`) are an AssertionError, and so is a block that launched none.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction, MockTensor
 
 from fla.utils import devices
+from tests.triton_support.refills import refilled_too_early
 
 # Bytes of shared memory that one block may ask for: the CUDA programming guide's table of technical specifications.
 SHARED_MEMORY = {
@@ -56,13 +57,15 @@ class Compiled:
     kernel: CompiledKernel
 
     @property
-    def too_large(self) -> str:
-        """Why it does not fit, or an empty string."""
+    def wrong(self) -> str:
+        """Why it does not fit or is not to be trusted, or an empty string."""
         limit = SHARED_MEMORY[self.capability]
         if self.shared > limit:
-            return f'{self.shared / 1024:.1f} KiB of shared memory, of {limit // 1024}'
+            return f'takes {self.shared / 1024:.1f} KiB of shared memory, of {limit // 1024}'
         if self.tensor_memory > TENSOR_MEMORY_COLUMNS:
-            return f'{self.tensor_memory} columns of tensor memory, of {TENSOR_MEMORY_COLUMNS}'
+            return f'takes {self.tensor_memory} columns of tensor memory, of {TENSOR_MEMORY_COLUMNS}'
+        if refilled := refilled_too_early(self.kernel.asm['ttgir']):
+            return f'refills {", ".join(refilled)} while products read it'
         return ''
 
     def __str__(self) -> str:
@@ -125,8 +128,8 @@ def compile_only(capability: tuple[int, int], every_config: bool = False) -> Ite
             stack.enter_context(patch)
         yield compiled
     assert compiled, 'nothing was compiled: no Triton kernel was launched'
-    too_large = [f'{one.name} (sm_{_number(capability)}) takes {one.too_large}' for one in compiled if one.too_large]
-    assert not too_large, '; '.join(too_large)
+    wrong = [f'{one.name} (sm_{_number(capability)}) {one.wrong}' for one in compiled if one.wrong]
+    assert not wrong, '; '.join(wrong)
 
 
 def _number(capability: tuple[int, int]) -> int:

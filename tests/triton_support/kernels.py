@@ -274,3 +274,18 @@ def matmul(a, b, c, K, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):
         y = tl.load(b + (start + k)[:, None] * N + n[None, :])
         total = tl.dot(x, y, total)
     tl.store(c + m[:, None] * N + n[None, :], total.to(c.dtype.element_ty))
+
+
+@triton.jit
+def matmul_and_rows(a, b, c, K, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):
+    """`matmul` and, added to each of its rows, the sum of that row of a."""
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BK)
+    total = tl.zeros((M, N), tl.float32)
+    rows = tl.zeros((M, BK), tl.float32)
+    for start in range(0, K, BK):
+        x = tl.load(a + m[:, None] * K + (start + k)[None, :])
+        y = tl.load(b + (start + k)[:, None] * N + n[None, :])
+        rows += x.to(tl.float32)
+        total = tl.dot(x, y, total)
+    total += tl.sum(rows, 1)[:, None]
+    tl.store(c + m[:, None] * N + n[None, :], total.to(c.dtype.element_ty))

@@ -16,11 +16,11 @@ from tests.triton_support.compile_only import compile_only
 pytestmark = pytest.mark.triton
 
 
-def matmul(block_k=32, device='cpu', **options):
+def matmul(block_k=32, device='cpu', kernel=kernels.matmul, **options):
     a = torch.empty(64, 256, dtype=torch.bfloat16, device=device)
     b = torch.empty(256, 64, dtype=torch.bfloat16, device=device)
     c = torch.empty(64, 64, dtype=torch.bfloat16, device=device)
-    kernels.matmul[(1,)](a, b, c, 256, 64, 64, block_k, **options)
+    kernel[(1,)](a, b, c, 256, 64, 64, block_k, **options)
 
 
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
@@ -55,6 +55,17 @@ def compile_two(capability):
     with compile_only(capability):
         matmul(32, num_stages=2)
         matmul(128, num_stages=7)
+
+
+@pytest.mark.parametrize('stages', [2, 3, 4])
+def test_memory_that_is_refilled_while_products_read_it_is_reported(stages):
+    """Not where products are not asynchronous, nothing is loaded ahead, or an operand is only that: see `refills`."""
+    for capability, options in (((8, 0), {}), ((9, 0), {'num_stages': 1}), ((9, 0), {'kernel': kernels.matmul})):
+        with compile_only(capability):
+            matmul(**{'kernel': kernels.matmul_and_rows, 'num_stages': stages, **options})
+    with pytest.raises(AssertionError, match=r'^matmul_and_rows \(sm_90\) refills %x\S* while products read it$'):
+        with compile_only((9, 0)):
+            matmul(kernel=kernels.matmul_and_rows, num_stages=stages)
 
 
 def test_spills_are_counted():

@@ -53,5 +53,9 @@ def test_same_bits_twice():
     gpu.same_bits_twice(CHUNK)
 
 
+def test_same_bits_on_a_full_gpu():
+    gpu.same_bits_on_a_full_gpu(CHUNK)
+
+
 def test_without_dispatch():
     gpu.without_dispatch(CHUNK)

@@ -57,6 +57,10 @@ def test_same_bits_twice():
     gpu.same_bits_twice(CHUNK)
 
 
+def test_same_bits_on_a_full_gpu():
+    gpu.same_bits_on_a_full_gpu(CHUNK)
+
+
 def test_kept_tensors_give_the_same_gradients():
     """Another kernel writes o, which adds in another order."""
     gpu.same_bits_twice(CHUNK, but=('o',), disable_recompute=True)

@@ -177,59 +177,46 @@ def within(
     if NORMALISE:
         k_norm = tl.load(rk + one, mask=inside, other=0.0)
         q_norm = tl.load(rq + one, mask=inside, other=0.0)
-    # q against k; one after the other, for the sake of registers
-    slope = tl.zeros([SIZE, SIZE], tl.float32)
-    for i in range(0, V, BV):
-        cols = i + tl.arange(0, BV)
-        mask = inside[:, None] & (cols[None, :] < V)
-        at = token * V + (own * V + cols[None, :])
-        dO = tl.load(do + at, mask=mask, other=0.0)
-        update = tl.load(v_new + at, mask=mask, other=0.0)
-        slope += tl.dot(dO, tl.trans(update), input_precision=PRECISION)
-    product = tl.zeros([SIZE, SIZE], tl.float32)
-    for i in range(0, K, BK):
-        cols = i + tl.arange(0, BK)
-        mask = inside[:, None] & (cols[None, :] < K)
-        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
-        keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
-        product += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
-    decay = tl.where(strict, exp32(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
-    slope *= tl.where(steps[:, None] == steps[None, :], 1.0, decay) * (q_norm * scale)[:, None] * k_norm[None, :]
-    tl.store(from_q + square, slope.to(from_q.dtype.element_ty), mask=inside[:, None])
-    # what decays from j to i counts for G_i and against G_j; on the diagonal nothing decays
-    flow = tl.where(strict, product * slope, 0.0)
-    to_G = tl.sum(flow, 1) - tl.sum(flow, 0)
-    # k against k
     bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv64 * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
-    slope = tl.zeros([SIZE, SIZE], tl.float32)
+    # of the scores of q, and of the system
+    to_M = tl.zeros([SIZE, SIZE], tl.float32)
+    to_L = tl.zeros([SIZE, SIZE], tl.float32)
     along = tl.zeros([SIZE, BV], tl.float32)
     for i in range(0, V, BV):
         cols = i + tl.arange(0, BV)
         mask = inside[:, None] & (cols[None, :] < V)
         at = token * V + (own * V + cols[None, :])
-        dE = tl.load(D + at, mask=mask, other=0.0)
         update = tl.load(v_new + at, mask=mask, other=0.0)
-        tl.store(dv + at, (dE.to(tl.float32) * bt[:, None]).to(dv.dtype.element_ty), mask=mask)
+        dO = tl.load(do + at, mask=mask, other=0.0)
+        dE = tl.load(D + at, mask=mask, other=0.0)
         values = tl.load(v_ptr + time * v_t + cols[None, :], mask=mask, other=0.0)
-        # summed after the loop: see `inverse_norm`
+        tl.store(dv + at, (dE.to(tl.float32) * bt[:, None]).to(dv.dtype.element_ty), mask=mask)
+        # summed after the loop
         along += dE.to(tl.float32) * values.to(tl.float32)
-        slope += tl.dot(dE, tl.trans(update), input_precision=PRECISION)
+        to_M += tl.dot(dO, tl.trans(update), input_precision=PRECISION)
+        to_L += tl.dot(dE, tl.trans(update), input_precision=PRECISION)
     to_beta = tl.sum(along, 1)
-    product = tl.zeros([SIZE, SIZE], tl.float32)
+    qk = tl.zeros([SIZE, SIZE], tl.float32)
+    kk = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
-        product += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+        Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
+        qk += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
+        kk += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     decay = tl.where(strict, exp32(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
-    slope *= -decay * k_norm[:, None] * k_norm[None, :]
-    flow = product * slope
+    to_M *= tl.where(steps[:, None] == steps[None, :], 1.0, decay) * (q_norm * scale)[:, None] * k_norm[None, :]
+    tl.store(from_q + square, to_M.to(from_q.dtype.element_ty), mask=inside[:, None])
+    to_L *= -decay * k_norm[:, None] * k_norm[None, :]
+    flow = kk * to_L
     to_beta += tl.sum(flow, 1)
-    flow *= bt[:, None]
-    slope *= bt[:, None]
-    tl.store(from_k + square, (slope + tl.trans(slope)).to(from_k.dtype.element_ty), mask=inside[:, None])
     tl.store(d_beta + one, to_beta, mask=inside)
-    tl.store(d_G + one, to_G + tl.sum(flow, 1) - tl.sum(flow, 0), mask=inside)
+    to_L *= bt[:, None]
+    tl.store(from_k + square, (to_L + tl.trans(to_L)).to(from_k.dtype.element_ty), mask=inside[:, None])
+    # what decays from j to i counts for G_i and against G_j; on the diagonal nothing decays
+    flow = flow * bt[:, None] + tl.where(strict, qk * to_M, 0.0)
+    tl.store(d_G + one, tl.sum(flow, 1) - tl.sum(flow, 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=['T', 'tokens'])
@@ -318,18 +305,29 @@ def through(
         q_factor *= tl.load(rq + one, mask=inside, other=0.0)
         grown *= k_norm
         left *= k_norm
-    # from the state before the chunk
+    # from the state before the chunk, and into the one after it
     to_q = tl.zeros([SIZE, BK], tl.float32)
     to_k = tl.zeros([SIZE, BK], tl.float32)
+    to_left = tl.zeros([SIZE, BK], tl.float32)
+    kept = tl.zeros([BK, BK], tl.float32)
     for i in range(0, V, BV):
         cols = i + tl.arange(0, BV)
         mask = inside[:, None] & (cols[None, :] < V)
+        state_mask = in_k[:, None] & (cols[None, :] < V)
         at = token * V + (own * V + cols[None, :])
-        S = tl.load(h + state + cols[None, :], mask=in_k[:, None] & (cols[None, :] < V), other=0.0)
+        S = tl.load(h + state + cols[None, :], mask=state_mask, other=0.0)
+        dS = tl.load(dh + state + cols[None, :], mask=state_mask, other=0.0)
         dO = tl.load(do + at, mask=mask, other=0.0)
         dE = tl.load(D + at, mask=mask, other=0.0)
+        update = tl.load(v_new + at, mask=mask, other=0.0)
         to_q += tl.dot(dO, tl.trans(S), input_precision=PRECISION)
         to_k += tl.dot(dE, tl.trans(S), input_precision=PRECISION)
+        to_left += tl.dot(update, tl.trans(dS), input_precision=PRECISION)
+        # of which the trace is wanted: tiles that are read by products alone may be loaded ahead (docs/kernels.md)
+        kept += tl.dot(S, tl.trans(dS), input_precision=PRECISION)
+    of_block = tl.arange(0, BK)
+    kept = tl.where(of_block[:, None] == of_block[None, :], kept, 0.0)
+    at_end = exp32(G_last) * tl.sum(tl.sum(kept, 1), 0)
     mask = inside[:, None] & in_k[None, :]
     Q = tl.load(q_ptr + time * q_t + channels[None, :], mask=mask, other=0.0)
     keys = tl.load(k_ptr + time * k_t + channels[None, :], mask=mask, other=0.0)
@@ -346,23 +344,9 @@ def through(
     tl.store(d_beta + share + one, to_beta, mask=inside)
     flow += bt * to_beta
     to_k *= bt[:, None]
-    # into the state after it
-    to_left = tl.zeros([SIZE, BK], tl.float32)
-    kept = tl.zeros([BK, BV], tl.float32)
-    for i in range(0, V, BV):
-        cols = i + tl.arange(0, BV)
-        state_mask = in_k[:, None] & (cols[None, :] < V)
-        S = tl.load(h + state + cols[None, :], mask=state_mask, other=0.0)
-        dS = tl.load(dh + state + cols[None, :], mask=state_mask, other=0.0)
-        update = tl.load(
-            v_new + token * V + (own * V + cols[None, :]), mask=inside[:, None] & (cols[None, :] < V), other=0.0
-        )
-        to_left += tl.dot(update, tl.trans(dS), input_precision=PRECISION)
-        # summed after the loop: see `inverse_norm`
-        kept += S.to(tl.float32) * dS.to(tl.float32)
     to_left *= left[:, None]
     left_along = tl.sum(keys.to(tl.float32) * to_left, 1)
-    at_end = tl.sum(left_along, 0) + exp32(G_last) * tl.sum(tl.sum(kept, 1), 0)
+    at_end += tl.sum(left_along, 0)
     flow += tl.where(steps == last, at_end, 0.0) - left_along
     tl.store(d_G + share + one, flow, mask=inside)
     to_k += to_left

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from fla.ops.common.assembler import launch_options
 from fla.ops.common.compile_ahead import collecting, compiled_together, kind_of_step, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
@@ -235,12 +236,10 @@ def chunk_backward(
         *(*strides_qk, *v.stride()[:3], *beta.stride()),
         **common,
         **of_beta,
+        **rule.of_within,
         V=dim_v,
-        BK=rule.block_k,
-        BV=rule.block_v,
         NORMALISE=normalise,
         num_warps=rule.warps,
-        num_stages=rule.stages,
     )
     dq_each, dk_each = (_empty(q, batch, length, heads, dim_k) for _ in range(2))
     launch(through, ((shares - 1) * chunks,))(
@@ -253,7 +252,7 @@ def chunk_backward(
         BV=rule.block_v,
         NORMALISE=normalise,
         num_warps=rule.warps,
-        num_stages=rule.stages,
+        num_stages=rule.through_stages,
     )
     dg = _empty(g, batch, length, heads, dtype=torch.float32 if options.use_gate_in_kernel else g.dtype)
     dbeta = _empty(beta, batch, length, heads)
@@ -330,7 +329,7 @@ def _states(
         final = _empty(k, layout.count, heads, *shape, dtype=torch.float32)
     initial_state = None if initial_state is None else initial_state.contiguous()
     blocks, sequences = triton.cdiv(dim_v, rule.state_block_v), layout.count * heads
-    turns = 1 if attend is None else rule.turns(v, layout.packed)
+    turns = rule.turns(v, layout.packed)
     carried = None if turns == 1 else _empty(k, sequences, dim_k, dim_v, dtype=torch.float32)
     for turn in range(1 if collecting() else turns):
         launch(states_forward, (programs_of(sequences, blocks, turns),))(
@@ -379,6 +378,13 @@ class _Rule:
         self.stages = 1 if few else 3
         # A third program fits a multiprocessor. Elsewhere such a limit could cost more than that brings.
         self.of_prepare = {'maxnreg': 168} if major == 9 and not wide else {}
+        # with a third stage only one program fits a multiprocessor
+        self.through_stages = 1 if few else 2
+        self.of_within = {'BK': self.block_k, 'BV': self.block_v, 'num_stages': self.stages}
+        if major == 9 and not wide and not launch_options():
+            # Products are asynchronous, and tiles are used outside of them too: none may be loaded ahead (docs/kernels.md).
+            block_v = 64 if dim_v > 128 else _power_of_2(dim_v)
+            self.of_within = {'BK': min(128, _power_of_2(dim_k)), 'BV': block_v, 'num_stages': 1}
         # A program of the recurrences keeps [whole_k, block] in registers and 64 steps of each operand in shared memory.
         self.whole_k = _power_of_2(dim_k)
         large = few or self.whole_k > 128
@@ -395,7 +401,8 @@ class _Rule:
         self.backward_stages = 1 if large else 3 if hopper else 2
 
     def turns(self, v: torch.Tensor, packed: bool) -> int:
-        """Of the recurrences, but for the one that writes states, of which a multiprocessor holds two programs."""
+        """Of the recurrences. Of the one that writes states a multiprocessor holds two programs, but they take 1.7 times as
+        long there as one, which is more than turns take."""
         if packed or not self.alone:
             return 1
         batch, length, heads, dim_v = v.shape

@@ -83,7 +83,7 @@ def states_forward(
         G: running log decay, float32 or float64 `[B, T, HV]`.
         rq, rk: 1 / norm of q and k, float32 `[B, T, HV]`, read with NORMALISED.
         h: `[rows, HV, K, V]`, states before each chunk; v_new: `[B, T, HV, V]`; both written, in k's dtype, but with OUTPUTS
-            o `[B, T, HV, V]` instead. TURNS only with OUTPUTS.
+            o `[B, T, HV, V]` instead.
         initial, final: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`.
         carried: float32 `[N, HV, K, V]`, states between one turn and the next; TURNS of equal lengths only.
     """
@@ -128,8 +128,8 @@ def states_forward(
     h_ptr = h
     if not OUTPUTS:
         h_ptr = h + (row * HV + hv) * K * V + (rows[:, None] * V + cv[None, :])
-        some = (rows * 0 + length > 0)[:, None]
-        tl.store(h_ptr, S.to(h.dtype.element_ty), mask=state_mask & some)
+        some = (rows * 0 + begin < stop)[:, None]
+        tl.store(h_ptr + begin.to(tl.int64) * HV * K * V, S.to(h.dtype.element_ty), mask=state_mask & some)
     for c in tl.range(begin, stop, num_stages=STAGES):
         first = c.to(tl.int64) * SIZE
         own = token + first * HV
