@@ -258,7 +258,14 @@ def _bandwidth(row: Result, name: str) -> list[str]:
 def _times(row: Result) -> list[str]:
     peak = next((f'{row[key]:.0f}' for key in ('both_peak_mib', 'forward_peak_mib') if key in row), '')
     error = f'{max(row["errors"].values()):.1e}' if 'errors' in row else ''
-    return [*(f'{row[key]:.3f}' if key in row else 'refused' for key in ('forward_ms', 'both_ms')), peak, error]
+    return [*(_time(row, phase) for phase in ('forward', 'both')), peak, error]
+
+
+def _time(row: Result, phase: str) -> str:
+    """Empty where a run was stopped before it was measured."""
+    if f'{phase}_refused' in row:
+        return 'refused'
+    return f'{row[key]:.3f}' if (key := f'{phase}_ms') in row else ''
 
 
 def _refused_or(row: Result, *keys: str) -> list[str]:
