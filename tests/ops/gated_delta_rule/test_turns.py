@@ -29,6 +29,24 @@ def test_turns_fit_and_save_time():
     assert [turns_of(67, 2, chunks, 132) for chunks in (31, 32, 47, 48)] == [1, 3, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ('capability', 'dtype', 'K', 'V', 'turns'),
+    [
+        *[((9, 0), torch.bfloat16, 128, 128, (3, 3)), ((10, 0), torch.float16, 112, 128, (3, 3))],
+        *[((9, 0), torch.bfloat16, 64, 128, (3, 1)), ((9, 0), torch.bfloat16, 128, 256, (1, 1))],
+        *[((9, 0), torch.float32, 128, 128, (1, 1)), ((8, 0), torch.bfloat16, 128, 128, (1, 1))],
+    ],
+)
+def test_who_takes_turns(monkeypatch, capability, dtype, K, V, turns):
+    """With and without outputs; sequences of many lengths never do."""
+    monkeypatch.setattr(launch, 'capability_of', lambda device: capability)
+    monkeypatch.setattr(launch, 'multiprocessors_of', lambda device: 132)
+    v = torch.empty(1, 8192, 96, V, dtype=dtype, device='meta')
+    rule = launch._Rule(v, K, V)
+    assert (rule.turns(v, False), rule.turns(v, False, outputs=False)) == turns
+    assert rule.turns(v, True) == rule.turns(v, True, outputs=False) == 1
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize(('heads', 'turns'), [(6, 3), (7, 3), (5, 4), (16, 8)])
 @pytest.mark.parametrize('chunks', [112, 113, 127])
@@ -80,7 +98,7 @@ def watch(monkeypatch, turns):
         return run
 
     monkeypatch.setattr(launch, 'launch', watched)
-    monkeypatch.setattr(launch._Rule, 'turns', lambda self, v, packed: turns)
+    monkeypatch.setattr(launch._Rule, 'turns', lambda *asked: turns)
     return turned
 
 

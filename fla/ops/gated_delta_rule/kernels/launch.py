@@ -329,7 +329,7 @@ def _states(
         final = _empty(k, layout.count, heads, *shape, dtype=torch.float32)
     initial_state = None if initial_state is None else initial_state.contiguous()
     blocks, sequences = triton.cdiv(dim_v, rule.state_block_v), layout.count * heads
-    turns = rule.turns(v, layout.packed)
+    turns = rule.turns(v, layout.packed, attend is not None)
     carried = None if turns == 1 else _empty(k, sequences, dim_k, dim_v, dtype=torch.float32)
     for turn in range(1 if collecting() else turns):
         launch(states_forward, (programs_of(sequences, blocks, turns),))(
@@ -400,10 +400,10 @@ class _Rule:
         self.backward_block_v = min(32 if large or major < 9 else 64, self.block_v)
         self.backward_stages = 1 if large else 3 if hopper else 2
 
-    def turns(self, v: torch.Tensor, packed: bool) -> int:
-        """Of the recurrences. Of the one that writes states a multiprocessor holds two programs, but they take 1.7 times as
-        long there as one, which is more than turns take."""
-        if packed or not self.alone:
+    def turns(self, v: torch.Tensor, packed: bool, outputs: bool = True) -> int:
+        """Of the recurrences. Of the one that writes states, and no `outputs`, a multiprocessor holds two programs; but of
+        the largest blocks they take 1.7 times as long there as one, which is more than turns take."""
+        if packed or not self.alone or not (outputs or (self.whole_k == 128 and self.state_block_v == 64)):
             return 1
         batch, length, heads, dim_v = v.shape
         blocks, chunks = -(-dim_v // self.state_block_v), -(-length // CHUNK)
