@@ -1,0 +1,142 @@
+"""Kernels of a chunked delta rule on a GPU with other options of their launches: what they do to bits, errors and times.
+
+    python benchmarks/launch_options.py gated_delta_rule 'within BK=64 BV=64 num_stages=3' 'through num_stages=1'
+
+After the kernels as they are comes each variant: kernels with the options that are changed, apart by commas. A block that
+a grid or another kernel follows from cannot be changed so. Before its times, a variant says
+
+- `unsteady`: how many of six runs at full size gave other bits than its first. Anything but 0 is a race;
+- `as_before`: whether its bits are those of the kernels as they are;
+- `error`: the largest relative RMS of outputs and gradients against float64, on 320 steps of two heads.
+
+`kernels` are launches and µs of each, by PyTorch's profiler, in a forward with backward. `--packed` takes the sequences of a
+shape as one packed row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _delta_rule_inputs import inputs
+from _gpu import gpu_ms
+from _results import ResultFile, command, machine, said
+from delta_rules import OPS, SHAPES, errors, function_of, only
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+Variant = dict[str, dict[str, int]]
+
+
+def parsed(text: str) -> Variant:
+    """`'a X=1 Y=2, b X=3'` as `{'a': {'X': 1, 'Y': 2}, 'b': {'X': 3}}`."""
+    variant: Variant = {}
+    for kernel in text.split(','):
+        name, *options = kernel.split()
+        variant[name] = {key: int(value) for key, _, value in (option.partition('=') for option in options)}
+    return variant
+
+
+def let_vary(op: str) -> Variant:
+    """What is put into it changes the launches of the kernels of that name."""
+    module = importlib.import_module(f'fla.ops.{op}.kernels.launch')
+    as_it_is: Callable[..., Any] = module.launch
+    variant: Variant = {}
+
+    @functools.wraps(as_it_is)
+    def launch(kernel: Any, *args: Any, **more: Any) -> Callable[..., Any]:
+        run, other = as_it_is(kernel, *args, **more), variant.get(kernel.fn.__name__, {})
+        return lambda *tensors, **options: run(*tensors, **{**options, **other})
+
+    vars(module)['launch'] = launch
+    return variant
+
+
+def by_kernel(function: Callable[[], object], repeats: int = 5) -> dict[str, list[float]]:
+    """How often each kernel is launched, and how many µs one takes."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
+        for _ in range(repeats):
+            function()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for event in profiled.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            times.setdefault(event.name[:60], []).append(event.device_time)
+    return {name: [len(all_) / repeats, sum(all_) / len(all_)] for name, all_ in times.items()}
+
+
+def measured(op: str, shape: tuple[int, ...], packed: bool, before: list[torch.Tensor]) -> dict[str, Any]:
+    """A variant's row; `before`: results of the kernels as they are, filled in if empty."""
+    options: dict[str, Any] = {}
+    batch, length, heads, dim = shape
+    if packed:
+        shape = (1, batch * length, heads, dim)
+        options['cu_seqlens'] = torch.arange(0, batch * length + 1, length, device='cuda', dtype=torch.int32)
+    call = function_of(op, 'chunk')
+    args = inputs(op, *shape)
+    do = torch.randn(args[2].shape, device='cuda', generator=torch.Generator('cuda').manual_seed(1)).to(args[2].dtype)
+    leaves = [a.clone().requires_grad_() for a in args]
+
+    def forward() -> None:
+        with torch.no_grad():
+            call(*args, **options)
+
+    def both() -> list[torch.Tensor]:
+        o, _ = call(*leaves, **options)
+        return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+    def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+        return all(map(torch.equal, one, other))
+
+    first = both()
+    row: dict[str, Any] = {'unsteady': sum(not same(first, both()) for _ in range(6))}
+    if before:
+        row['as_before'] = same(first, before)
+    else:
+        before += first
+    row['error'] = max(errors(op, dim, backward=True).values())
+    return {**row, 'forward_ms': gpu_ms(forward), 'both_ms': gpu_ms(both), 'kernels': by_kernel(both)}
+
+
+def rows(op: str, variants: list[str], shape: tuple[int, ...], packed: bool) -> Iterator[dict[str, Any]]:
+    changed = let_vary(op)
+    before: list[torch.Tensor] = []
+    with only('default', op):
+        for text in ['', *variants]:
+            changed.clear()
+            changed.update(parsed(text) if text else {})
+            try:
+                row = measured(op, shape, packed, before)
+            except Exception as refused:
+                row = {'refused': said(refused)}
+            yield {'variant': text or 'as it is', **row}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('op', choices=OPS, nargs='?', default=OPS[0])
+    parser.add_argument('variant', nargs='*', help="such as 'through num_stages=1, within num_warps=8'")
+    parser.add_argument('--shape', type=int, choices=range(len(SHAPES)), default=1, help=f'which of {SHAPES}')
+    parser.add_argument('--packed', action='store_true')
+    parser.add_argument('--json', type=Path, help='write the results there')
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print('These kernels need a GPU: nothing is measured here.')
+        return
+    words = [options.op, *map(shlex.quote, options.variant), '--shape', str(options.shape), *['--packed'] * options.packed]
+    results = ResultFile(
+        options.json, 'launch_options', **machine(), command=' '.join([command('launch_options', options), *words])
+    )
+    for row in rows(options.op, options.variant, SHAPES[options.shape], options.packed):
+        results.add({'op': options.op, 'shape': [*SHAPES[options.shape]], 'packed': options.packed, **row})
+    results.complete()
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,53 @@
+"""benchmarks/launch_options.py on a CPU: what it changes, and what it says where it cannot run."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests import markdown
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(markdown.ROOT / 'benchmarks'))
+    return importlib.import_module('launch_options')
+
+
+def test_variants(benchmark):
+    found = benchmark.parsed('within BK=64 num_stages=3, through num_warps=8')
+    assert found == {'within': {'BK': 64, 'num_stages': 3}, 'through': {'num_warps': 8}}
+    with pytest.raises(ValueError, match='invalid literal'):
+        benchmark.parsed('within BK')
+
+
+@pytest.mark.interpreted
+def test_launches_change(benchmark, monkeypatch):
+    pytest.importorskip('triton')
+    from fla.ops.gated_delta_rule.kernels import launch
+
+    asked = []
+
+    def real(kernel, grid):
+        return lambda *tensors, **options: asked.append((kernel.fn.__name__, options['BK'], options['num_warps']))
+
+    monkeypatch.setattr(launch, 'launch', real)
+    variant = benchmark.let_vary('gated_delta_rule')
+    q, beta = torch.randn(1, 3, 1, 32), torch.rand(1, 3, 1)
+    for given in ('', 'prepare BK=16, outputs num_warps=2'):
+        variant.update(benchmark.parsed(given) if given else {})
+        launch.chunk_forward(q, q, q, -beta, beta, None, None, None, None, launch.Options(1.0))
+    blocks = [[found for found in asked if found[0] == name] for name in ('prepare', 'outputs')]
+    (_, whole, warps), (_, half, _) = blocks[0]
+    assert (whole, half) == (32, 16)
+    assert [found[1:] for found in blocks[1]] == [(32, warps), (32, 2)]
+
+
+def test_without_a_gpu():
+    if torch.cuda.is_available():
+        pytest.skip('there is one')
+    script = markdown.ROOT / 'benchmarks' / 'launch_options.py'
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, 'These kernels need a GPU: nothing is measured here.\n')
