@@ -27,6 +27,8 @@ _PART = re.compile(r'(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)',
 
 Result = dict[str, Any]
 
+_PHASES = ('forward', 'both')
+
 _WHEN = {
     'import': 'at import of `fla.ops.backends`',
     'policy': 'with the policy',
@@ -249,7 +251,7 @@ def _qwen3_next(result: Result) -> str:
 
 def _bandwidth(row: Result, name: str) -> list[str]:
     if f'{name}_ms' not in row:
-        return ['refused', '', '']
+        return [_unmeasured(row, f'{name}_refused'), '', '']
     ms = row[f'{name}_ms']
     moved = [f'{row[f"{name}_gbs"]:.0f}', f'{row[f"{name}_copy_ms"] / ms:.0%}'] if f'{name}_gbs' in row else ['', '']
     return [f'{ms:.3f}' if ms >= 0.1 else f'{ms:.4f}', *moved]
@@ -258,18 +260,17 @@ def _bandwidth(row: Result, name: str) -> list[str]:
 def _times(row: Result) -> list[str]:
     peak = next((f'{row[key]:.0f}' for key in ('both_peak_mib', 'forward_peak_mib') if key in row), '')
     error = f'{max(row["errors"].values()):.1e}' if 'errors' in row else ''
-    return [*(_time(row, phase) for phase in ('forward', 'both')), peak, error]
+    times = [f'{row[f"{name}_ms"]:.3f}' if f'{name}_ms' in row else _unmeasured(row, f'{name}_refused') for name in _PHASES]
+    return [*times, peak, error]
 
 
-def _time(row: Result, phase: str) -> str:
-    """Empty where a run was stopped before it was measured."""
-    if f'{phase}_refused' in row:
-        return 'refused'
-    return f'{row[key]:.3f}' if (key := f'{phase}_ms') in row else ''
+def _unmeasured(row: Result, refused: str) -> str:
+    """Nothing, where a run was stopped before."""
+    return 'refused' if refused in row else ''
 
 
 def _refused_or(row: Result, *keys: str) -> list[str]:
-    return [f'{row[key]:.1f}' if key in row else 'refused' for key in keys]
+    return [f'{row[key]:.1f}' if key in row else _unmeasured(row, 'refused') for key in keys]
 
 
 def _fixed(row: Result, *keys: str) -> list[str]:

@@ -78,6 +78,7 @@ def test_times_of_modules(update_docs, tmp_path):
         'rows': [
             {**row, **times, 'backend': 'default', 'both_ms': 1.25},
             {**row, **times, 'backend': 'flashinfer', 'both_refused': 'for inference'},
+            {**row, **times, 'backend': 'torch'},
             {**row, 'backend': 'liger', 'forward_refused': 'not here', 'both_refused': 'not here'},
         ],
     }
@@ -85,6 +86,7 @@ def test_times_of_modules(update_docs, tmp_path):
     text = update_docs.updated(page, results=tmp_path)
     assert '| `swiglu` | 4, 8 | default | 0.500 | 2800 | 92% | 1.250 |  |  | 2.5e-03 |' in text
     assert '| `swiglu` | 4, 8 | flashinfer | 0.500 | 2800 | 92% | refused |  |  | 2.5e-03 |' in text
+    assert '| `swiglu` | 4, 8 | torch | 0.500 | 2800 | 92% |  |  |  | 2.5e-03 |' in text
     assert 'liger' not in text
     assert 'stopped before its end' in text
     assert 'parts' not in text

@@ -6,8 +6,8 @@
 
 Inside, every kernel is specialised from the arguments of its launch and compiled to a cubin, in a cache of its own; what it
 would have computed is missing, so outputs hold whatever was in memory. `fla.utils.devices` and `torch.cuda`'s two functions
-about a device answer for the GPU asked for. On leaving, kernels that do not fit that GPU or that refill memory in use (see
-`refills`) are an AssertionError, and so is a block that launched none.
+about a device answer for the GPU asked for. On leaving, kernels that do not fit that GPU or, of Hopper's, that refill memory
+in use (see `refills`) are an AssertionError, and so is a block that launched none.
 """
 
 import contextlib

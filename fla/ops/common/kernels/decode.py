@@ -135,9 +135,9 @@ def _power_of_2(size: int) -> int:
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """With the last dimension contiguous, as it nearly always is, and its strides."""
+    """With the last dimension contiguous, as it nearly always is, and its strides; see `as_stored`."""
     strides = x.stride()
-    if strides[-1] != 1:
+    if strides[-1] != 1 or x.shape[-1] == 1:
         x = as_stored(x).contiguous()
         strides = x.stride()
     return x, strides

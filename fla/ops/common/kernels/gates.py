@@ -40,7 +40,7 @@ def beta_of(beta, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
 @triton.jit
 def inverse_norm(x_ptr, x_t, time, inside, K: tl.constexpr, BK: tl.constexpr):
     """1 / norm of rows `[steps, K]`, in a loop of its own: as part of a loop with products it was wrong on Hopper (relative
-    error 2e-2 instead of 3e-3 at K = 128), where Triton may refill such rows while products read them (docs/kernels.md)."""
+    error 2e-2 instead of 3e-3 at K = 128); maybe as such rows are refilled while products read them (docs/kernels.md)."""
     squares = tl.zeros([inside.shape[0]], tl.float32)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)

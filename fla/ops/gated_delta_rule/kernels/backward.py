@@ -191,7 +191,7 @@ def within(
         dE = tl.load(D + at, mask=mask, other=0.0)
         values = tl.load(v_ptr + time * v_t + cols[None, :], mask=mask, other=0.0)
         tl.store(dv + at, (dE.to(tl.float32) * bt[:, None]).to(dv.dtype.element_ty), mask=mask)
-        # summed after the loop
+        # a sum over rows in each step would wait for all threads of a row
         along += dE.to(tl.float32) * values.to(tl.float32)
         to_M += tl.dot(dO, tl.trans(update), input_precision=PRECISION)
         to_L += tl.dot(dE, tl.trans(update), input_precision=PRECISION)

@@ -1,9 +1,9 @@
 """Turns of a recurrence, for when its programs are up to half as many again as the multiprocessors, each of which holds one
 or is slowed down by a second.
 
-In one launch, what does not find a place waits for a whole program to end: the GPU takes as long as for twice as many.
-Instead there are n launches. In each of them 1 / n of the heads rest, and each of the others goes on by 1 / (n - 1) of its
-chunks, from the state in which it stopped. That takes n / (n - 1) of a program's time.
+In one launch, what does not find a place of its own waits for a whole program to end, or shares: the GPU takes about as
+long as for twice as many. Instead there are n launches. In each of them 1 / n of the heads rest, and each of the others goes
+on by 1 / (n - 1) of its chunks, from the state in which it stopped. That takes n / (n - 1) of a program's time.
 """
 
 from __future__ import annotations

@@ -1,0 +1,43 @@
+"""What Triton 3.9 makes for a Hopper of sizes and calls that older ones compile without asynchronous products (wgmma):
+`compile_only` looks for memory that is refilled while products read it."""
+
+import pytest
+import torch
+
+pytest.importorskip('triton')
+from fla.ops.common.triton_call import triton_version
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from fla.ops.gated_delta_rule.kernels import launch as gated
+from fla.ops.kda import chunk_kda
+from fla.ops.kda.kernels import launch as kda
+from tests.ops.delta_rules import CHUNKED, case, name_of
+from tests.triton_support.compile_only import compile_only
+
+
+@pytest.mark.triton
+@pytest.mark.slow
+@pytest.mark.skipif(triton_version() < (3, 9), reason='compiled without wgmma before Triton 3.9')
+@pytest.mark.parametrize(
+    ('dtype', 'K', 'V', 'lens'),
+    [
+        *[(torch.bfloat16, 16, 16, None), (torch.bfloat16, 100, 72, None), (torch.bfloat16, 256, 256, None)],
+        *[(torch.bfloat16, 64, 128, None), (torch.float16, 128, 128, [3, 0, 70])],
+    ],
+)
+@pytest.mark.parametrize('function', CHUNKED, ids=name_of)
+def test_nothing_is_refilled_too_early(function, dtype, K, V, lens):
+    given = case(function, dtype=dtype, K=K, V=V, HV=2, lens=lens, device='meta')
+    q, k, v, g, beta, state = given.tensors.values()
+    with compile_only((9, 0)) as compiled:
+        if function is chunk_gated_delta_rule:
+            options = gated.Options(1.0)
+            rest = (None, None, state, given.cu_seqlens)
+            o, final, G, inverse = gated.chunk_forward(q, k, v, g, beta, *rest, options, True)
+            gated.chunk_backward(q, k, v, g, beta, *rest, G, inverse, o, final, options)
+        else:
+            assert function is chunk_kda
+            settings = kda.Settings(1.0)
+            o, final, saved, _ = kda.chunk_forward(q, k, v, g, beta, settings, state, True, cu_seqlens=given.cu_seqlens)
+            kda.chunk_backward(saved, settings, o, final)
+    print(*compiled, sep='\n')
+    assert any('wgmma' in one.kernel.asm['ptx'] for one in compiled if one.name == 'states_backward')
