@@ -31,6 +31,7 @@ OPS = ('gated_delta_rule', 'kda')
 KINDS = ('chunk', 'decode')
 SHAPES = ((4, 2048, 16, 128), (1, 8192, 96, 128))
 DECODE = (1, 32, 256)
+# of a model that decodes
 LAYERS = 20
 BACKENDS = {'gated_delta_rule': ('default', 'tilelang', 'flash_qla'), 'kda': ('default', 'tilelang')}
 

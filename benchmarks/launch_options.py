@@ -16,7 +16,6 @@ shape as one packed row.
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import shlex
 from collections.abc import Callable, Iterator
@@ -34,22 +33,32 @@ from torch.profiler import ProfilerActivity, profile
 Variant = dict[str, dict[str, int]]
 
 
-def parsed(text: str) -> Variant:
-    """`'a X=1 Y=2, b X=3'` as `{'a': {'X': 1, 'Y': 2}, 'b': {'X': 3}}`."""
+def launches_of(op: str) -> Any:
+    """The module that launches the kernels of an operation, all of which it knows by their names."""
+    return importlib.import_module(f'fla.ops.{op}.kernels.launch')
+
+
+def parsed(op: str, text: str) -> Variant:
+    """`'a X=1 Y=2, b X=3'` as `{'a': {'X': 1, 'Y': 2}, 'b': {'X': 3}}`.
+
+    Raises:
+        ValueError: for what is no kernel of `op`, or no number.
+    """
     variant: Variant = {}
     for kernel in text.split(','):
         name, *options = kernel.split()
+        if not hasattr(getattr(launches_of(op), name, None), 'fn'):
+            raise ValueError(f'{text!r}: {op} has no kernel {name!r}')
         variant[name] = {key: int(value) for key, _, value in (option.partition('=') for option in options)}
     return variant
 
 
 def let_vary(op: str) -> Variant:
     """What is put into it changes the launches of the kernels of that name."""
-    module = importlib.import_module(f'fla.ops.{op}.kernels.launch')
+    module = launches_of(op)
     as_it_is: Callable[..., Any] = module.launch
     variant: Variant = {}
 
-    @functools.wraps(as_it_is)
     def launch(kernel: Any, *args: Any, **more: Any) -> Callable[..., Any]:
         run, other = as_it_is(kernel, *args, **more), variant.get(kernel.fn.__name__, {})
         return lambda *tensors, **options: run(*tensors, **{**options, **other})
@@ -71,8 +80,10 @@ def by_kernel(function: Callable[[], object], repeats: int = 5) -> dict[str, lis
     return {name: [len(all_) / repeats, sum(all_) / len(all_)] for name, all_ in times.items()}
 
 
-def measured(op: str, shape: tuple[int, ...], packed: bool, before: list[torch.Tensor]) -> dict[str, Any]:
-    """A variant's row; `before`: results of the kernels as they are, filled in if empty."""
+def measured(
+    op: str, shape: tuple[int, ...], packed: bool, before: list[torch.Tensor] | None
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """A variant's row and results; `before`: results of the kernels as they are."""
     options: dict[str, Any] = {}
     batch, length, heads, dim = shape
     if packed:
@@ -96,26 +107,26 @@ def measured(op: str, shape: tuple[int, ...], packed: bool, before: list[torch.T
 
     first = both()
     row: dict[str, Any] = {'unsteady': sum(not same(first, both()) for _ in range(6))}
-    if before:
+    if before is not None:
         row['as_before'] = same(first, before)
-    else:
-        before += first
     row['error'] = max(errors(op, dim, backward=True).values())
-    return {**row, 'forward_ms': gpu_ms(forward), 'both_ms': gpu_ms(both), 'kernels': by_kernel(both)}
+    return {**row, 'forward_ms': gpu_ms(forward), 'both_ms': gpu_ms(both), 'kernels': by_kernel(both)}, first
 
 
-def rows(op: str, variants: list[str], shape: tuple[int, ...], packed: bool) -> Iterator[dict[str, Any]]:
+def rows(op: str, variants: dict[str, Variant], shape: tuple[int, ...], packed: bool) -> Iterator[dict[str, Any]]:
     changed = let_vary(op)
-    before: list[torch.Tensor] = []
     with only('default', op):
-        for text in ['', *variants]:
+        row, as_it_is = measured(op, shape, packed, None)
+        yield {'variant': 'as it is', **row}
+        for text, variant in variants.items():
             changed.clear()
-            changed.update(parsed(text) if text else {})
+            changed.update(variant)
             try:
-                row = measured(op, shape, packed, before)
+                row, _ = measured(op, shape, packed, as_it_is)
             except Exception as refused:
+                # more than a block can hold, say: the others may be compiled all the same
                 row = {'refused': said(refused)}
-            yield {'variant': text or 'as it is', **row}
+            yield {'variant': text, **row}
 
 
 def main() -> None:
@@ -126,6 +137,10 @@ def main() -> None:
     parser.add_argument('--packed', action='store_true')
     parser.add_argument('--json', type=Path, help='write the results there')
     options = parser.parse_args()
+    try:
+        variants = {text: parsed(options.op, text) for text in options.variant}
+    except ValueError as error:
+        parser.error(str(error))
     if not torch.cuda.is_available():
         print('These kernels need a GPU: nothing is measured here.')
         return
@@ -133,7 +148,7 @@ def main() -> None:
     results = ResultFile(
         options.json, 'launch_options', **machine(), command=' '.join([command('launch_options', options), *words])
     )
-    for row in rows(options.op, options.variant, SHAPES[options.shape], options.packed):
+    for row in rows(options.op, variants, SHAPES[options.shape], options.packed):
         results.add({'op': options.op, 'shape': [*SHAPES[options.shape]], 'packed': options.packed, **row})
     results.complete()
 

@@ -17,10 +17,15 @@ def benchmark(monkeypatch):
 
 
 def test_variants(benchmark):
-    found = benchmark.parsed('within BK=64 num_stages=3, through num_warps=8')
+    pytest.importorskip('triton')
+    found = benchmark.parsed('gated_delta_rule', 'within BK=64 num_stages=3, through num_warps=8')
     assert found == {'within': {'BK': 64, 'num_stages': 3}, 'through': {'num_warps': 8}}
+    assert benchmark.parsed('kda', 'prepare num_stages=2') == {'prepare': {'num_stages': 2}}
     with pytest.raises(ValueError, match='invalid literal'):
-        benchmark.parsed('within BK')
+        benchmark.parsed('gated_delta_rule', 'within BK')
+    for name in ('withing', 'launch'):
+        with pytest.raises(ValueError, match=f"gated_delta_rule has no kernel '{name}'"):
+            benchmark.parsed('gated_delta_rule', f'{name} BK=64')
 
 
 @pytest.mark.interpreted
@@ -37,7 +42,7 @@ def test_launches_change(benchmark, monkeypatch):
     variant = benchmark.let_vary('gated_delta_rule')
     q, beta = torch.randn(1, 3, 1, 32), torch.rand(1, 3, 1)
     for given in ('', 'prepare BK=16, outputs num_warps=2'):
-        variant.update(benchmark.parsed(given) if given else {})
+        variant.update(benchmark.parsed('gated_delta_rule', given) if given else {})
         launch.chunk_forward(q, q, q, -beta, beta, None, None, None, None, launch.Options(1.0))
     blocks = [[found for found in asked if found[0] == name] for name in ('prepare', 'outputs')]
     (_, whole, warps), (_, half, _) = blocks[0]
