@@ -36,6 +36,7 @@ class Module:
         constants: arguments behind those, by keyword.
         named: the tensors are passed by keyword, too.
         backward: whether there is one.
+        results: how many of what it returns are results, with a gradient each.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Module:
     constants: dict[str, Any] = field(default_factory=dict)
     named: bool = False
     backward: bool = True
+    results: int = 1
 
     def function(self) -> Callable[..., Any]:
         """The dispatched function, or FLA's, of the tensors alone."""
@@ -194,10 +196,11 @@ MODULES = {
         _ROWS,
         lambda shape, normal: {'x': normal(*shape), 'weight': normal(shape[1]), 'residual': normal(*shape)},
         _rms_norm_of_sum,
-        # the sum is returned, and read back by the backward, whose result is one for both
-        (4, 3),
+        # the sum is returned, and read back by the backward beside both gradients, whose result is one for both
+        (4, 4),
         constants={'bias': None, 'eps': EPS, 'prenorm': True},
         named=True,
+        results=2,
     ),
     'group_norm': Module(
         'fla.modules.layernorm.group_norm',
@@ -340,9 +343,9 @@ def with_gradients(tensors: Tensors, dtype: torch.dtype | None = None) -> tuple[
     return made, [one for name, one in made.items() if name not in _FIXED]
 
 
-def first(result: Any) -> torch.Tensor:
-    """The tensor that matters of what a function returns."""
-    return result[0] if isinstance(result, tuple) else result
+def results_of(module: Module, returned: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors that matter of what its function returns."""
+    return returned[: module.results] if isinstance(returned, tuple) else (returned,)
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from _fla_process import FLA, fla_rows
 from _gpu import gpu_ms, peak_mib, wall_ms
-from _module_cases import MODULES, Module, Tensors, first, inputs, relative, with_gradients
+from _module_cases import MODULES, Module, Tensors, inputs, relative, results_of, with_gradients
 from _results import ResultFile, command, machine, now, said
 
 # of this package, by name of a backend; a package by itself, where its backend refuses; plain PyTorch; the same compiled
@@ -105,16 +105,20 @@ def errors(module: Module, backend: str, shape: tuple[int, ...], device: str, ba
     for function, dtype in ((function_of(module, backend), None), (module.plain, torch.float64)):
         given, leaves = with_gradients(tensors, dtype) if backward or dtype else (copies(tensors), [])
         with torch.set_grad_enabled(backward):
-            result = first(function(**given))
-        do = (
-            torch.randn(result.shape, generator=torch.Generator(device).manual_seed(1), device=device)
-            if result.dim()
-            else None
-        )
-        do = torch.ones_like(result) if do is None else do.bfloat16().to(result.dtype)
-        found.append([result, *(torch.autograd.grad(result, leaves, do) if backward else ())])
-    names = ['out', *(f'd{name}' for name, one in with_gradients(tensors)[0].items() if one.requires_grad)]
+            results = results_of(module, function(**given))
+        do = [_gradient(one, seed, device) for seed, one in enumerate(results, 1)]
+        found.append([*results, *(torch.autograd.grad(results, leaves, do) if backward else ())])
+    names = ['out', 'sum'][: module.results]
+    names += [f'd{name}' for name, one in with_gradients(tensors)[0].items() if one.requires_grad]
     return {name: relative(*pair) for name, *pair in zip(names, *found, strict=False)}
+
+
+def _gradient(result: torch.Tensor, seed: int, device: str) -> torch.Tensor:
+    """The same numbers for a result in any dtype."""
+    if not result.dim():
+        return torch.ones_like(result)
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(result.shape, generator=generator, device=device).bfloat16().to(result.dtype)
 
 
 def copies(tensors: Tensors) -> Tensors:
@@ -127,17 +131,15 @@ def measured(module: Module, backend: str, shape: tuple[int, ...], clock: Clock)
     tensors = inputs(module, shape, clock.device)
     given, leaves = with_gradients(tensors)
     function = function_of(module, backend)
-    result = first(module.plain(**tensors))
-    do = torch.ones(result.shape, dtype=result.dtype, device=result.device)
-    del result
+    do = [torch.ones_like(one) for one in results_of(module, module.plain(**tensors))]
 
     def forward() -> None:
         with torch.no_grad():
             function(**tensors)
 
     def both() -> None:
-        result = first(function(**given))
-        torch.autograd.grad(result, leaves, do.to(result.dtype))
+        results = results_of(module, function(**given))
+        torch.autograd.grad(results, leaves, [one.to(result.dtype) for one, result in zip(do, results, strict=True)])
 
     row: dict[str, Any] = {'copy_gbs': clock.copy_gbs}
     for name, call, moved in zip(

@@ -38,11 +38,14 @@ interpreted = pytest.mark.interpreted
 def long_rows(monkeypatch):
     """Rows of more than 16 elements are long, and their tiles 32. Rules are kept, and must be neither from before nor for
     other tests."""
-    kernels._backward_rule.cache_clear()
+    rules = (kernels._forward_rule, kernels._backward_rule)
+    for rule in rules:
+        rule.cache_clear()
     monkeypatch.setattr(kernels, 'IN_REGISTERS', (16, 16))
     monkeypatch.setattr(kernels, 'TILE', 32)
     yield
-    kernels._backward_rule.cache_clear()
+    for rule in rules:
+        rule.cache_clear()
 
 
 @interpreted
@@ -81,6 +84,47 @@ def test_half_precision(kind, dtype):
 @every_kind
 def test_half_precision_of_long_rows(long_rows, kind):
     check(kind, given(kind, (3, 64), BF16, wide=('residual',)))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ('dim', 'dtype', 'tiles'),
+    [
+        # of rms and layer norms, and of rms norms with a residual
+        (4096, BF16, (4096, 4096, 4096)),
+        (7168, BF16, (8192, 8192, 8192)),
+        (8192, BF16, (4096, 8192, 4096)),
+        (8192, FP32, (4096, 8192, 8192)),
+        (12288, BF16, (4096, 4096, 16384)),
+        (16384, FP32, (8192, 8192, 16384)),
+        (32768, FP32, (32768, 32768, 32768)),
+        (40960, BF16, (8192, 8192, 8192)),
+    ],
+    ids=str,
+)
+def test_wide_rows(monkeypatch, dim, dtype, tiles):
+    """In registers or tile by tile, whichever is quicker on an H200."""
+    launched = []
+    for name in ('_forward', '_forward_long'):
+        monkeypatch.setattr(kernels, name, Launched(getattr(kernels, name), launched))
+    check('rms', given('rms', (2, dim), dtype, ('weight',)))
+    check('layer', given('layer', (2, dim), dtype, ('weight', 'bias')))
+    check('rms', given('rms', (2, dim), dtype, ('weight', 'residual')))
+    assert launched == [('_forward_long' if tile < dim else '_forward', tile) for tile in tiles]
+
+
+class Launched:
+    """A kernel that says how wide its tiles are."""
+
+    def __init__(self, kernel, launched: list) -> None:
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.launched.append((self.kernel.fn.__name__, options['BD']))
+            return self.kernel[grid](*args, **options)
+
+        return launch
 
 
 @interpreted
@@ -127,7 +171,7 @@ def test_gradients_without_sums(kind, shape):
 @pytest.mark.parametrize(('groups', 'dim'), [(8, 256), (6, 24), (12, 200), (16, 8), (3, 16), (2, 12), (2, 264)], ids=str)
 def test_narrow_groups(groups, dim, dtype):
     """Even numbers of them lie side by side in a program, where they are of up to 256 and by eights; others do not."""
-    rule = kernels._forward_rule(dim, groups, 'layer', False, False)
+    rule = kernels._forward_rule(dim, groups, 'layer', False, False, False, 2 * dim)
     side = {8: 8, 6: 2, 12: 4, 16: 16}.get(groups, 1)
     assert side == rule.SIDE
     for rows, extras in ((1, BARE), (5, ('bias',)), (rule.ROWS + 1 if rule.ROWS < 100 else 3, EVERYTHING)):

@@ -1,10 +1,10 @@
 """Norms over the last dimension, forward and backward: one kernel each for all of them.
 
-A row (of a group, where there are several) is read once and stays in registers, unless it is longer than `IN_REGISTERS`;
-such rows are read again, tile by tile, from the cache. Backward computes the statistics of a row anew: the row is there, and
-nothing but inputs has to be kept. Gradients of weight and bias are summed by each program over its rows, and the sums of the
-programs are added by one more kernel, so that no result depends on an order. In the backward of rows that stay in registers,
-the next tiles of a program are on their way to shared memory while it computes.
+A row (of a group, where there are several) is read once and stays in registers, unless it is longer than `IN_REGISTERS`, or
+the forward is quicker without; such rows are read again, tile by tile, from the cache. Backward computes the statistics of a
+row anew: the row is there, and nothing but inputs has to be kept. Gradients of weight and bias are summed by each program
+over its rows, and the sums of the programs are added by one more kernel, so that no result depends on an order. In the
+backward of rows that stay in registers, the next tiles of a program are on their way to shared memory while it computes.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _sum_of(x, residual, row, x_stride, residual_stride, col, inside):
-    """Elements of x + residual in float32."""
-    s = tl.load(x + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
+def _sum_of(x, residual, row, x_stride, residual_stride, col, inside, KEEP: tl.constexpr):
+    """Elements of x + residual in float32. KEEP: what becomes of them in the cache, an eviction policy."""
+    s = tl.load(x + row * x_stride + col, mask=inside, other=0.0, eviction_policy=KEEP).to(tl.float32)
     if residual is not None:
-        s += tl.load(residual + row * residual_stride + col, mask=inside, other=0.0).to(tl.float32)
+        at = residual + row * residual_stride + col
+        s += tl.load(at, mask=inside, other=0.0, eviction_policy=KEEP).to(tl.float32)
     return s
 
 
@@ -101,7 +102,7 @@ def _forward(
     if AHEAD:
         w = _parameter(weight, first + col, there, 1.0)
         b = _parameter(bias, first + col, there, 0.0)
-    s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside)
+    s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside, '')
     if total is not None:
         tl.store(total + out, s.to(total.dtype.element_ty), mask=inside)
     s = tl.reshape(s, (ROWS * SIDE, BD))
@@ -127,19 +128,19 @@ def _forward(
 def _statistics(
     x, residual, row, x_stride, residual_stride, first, eps, D: tl.constexpr, KIND: tl.constexpr, BD: tl.constexpr
 ):
-    """Mean and reciprocal deviation of a long row, read once for each."""
+    """Mean and reciprocal deviation of a long row, read once for each and kept in the cache to be read again."""
     col = tl.arange(0, BD)
     mean = 0.0
     if KIND == 'layer':
         sums = tl.zeros((BD,), tl.float32)
         for start in range(0, D, BD):
             at = start + col
-            sums += _sum_of(x, residual, row, x_stride, residual_stride, first + at, at < D)
+            sums += _sum_of(x, residual, row, x_stride, residual_stride, first + at, at < D, 'evict_last')
         mean = tl.sum(sums, 0) / D
     squares = tl.zeros((BD,), tl.float32)
     for start in range(0, D, BD):
         at = start + col
-        s = _sum_of(x, residual, row, x_stride, residual_stride, first + at, at < D)
+        s = _sum_of(x, residual, row, x_stride, residual_stride, first + at, at < D, 'evict_last')
         if KIND == 'layer':
             s = tl.where(at < D, s - mean, 0.0)
         squares += s * s
@@ -174,7 +175,7 @@ def _forward_long(
         col = start + tl.arange(0, BD)
         inside = col < D
         out = row * (D * GROUPS) + first + col
-        s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside)
+        s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside, 'evict_first')
         if total is not None:
             tl.store(total + out, s.to(total.dtype.element_ty), mask=inside)
         s = (s - mean) * scale
@@ -244,7 +245,7 @@ def _backward(
         row = ((start if STAGES else own) + tl.arange(0, ROWS))[:, None]
         inside = (row < count) & (col < D)
         out = row * (D * GROUPS) + first + col
-        s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside)
+        s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside, '')
         d = tl.load(dy + row * dy_stride + first + col, mask=inside, other=0.0)
         d = d.to(tl.float32)
         if KIND == 'layer':
@@ -313,7 +314,7 @@ def _backward_long(
         for start in range(0, D, BD):
             col = start + tl.arange(0, BD)
             inside = col < D
-            s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside)
+            s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside, '')
             s = tl.where(inside, (s - mean) * scale, 0.0)
             d = tl.load(dy + row * dy_stride + first + col, mask=inside, other=0.0).to(tl.float32)
             if g is not None:
@@ -335,7 +336,7 @@ def _backward_long(
             out = row * (D * GROUPS) + first + col
             w = _parameter(weight, first + col, col < D, 1.0)
             b = _parameter(bias, first + col, col < D, 0.0)
-            s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside)
+            s = _sum_of(x, residual, row, x_stride, residual_stride, first + col, inside, 'evict_first')
             s = (s - mean) * scale
             d = tl.load(dy + row * dy_stride + first + col, mask=inside, other=0.0).to(tl.float32)
             d = _through_gate(d, s, g, dg, w, b, row * g_stride + first + col, out, inside, ACTIVATION)
@@ -396,10 +397,13 @@ def forward(
     inputs, strides = rows(x, residual, g)
     arguments = (*inputs, _flat(weight), _flat(bias), y, total)
     options = {'D': D, 'GROUPS': norm.num_groups, 'KIND': norm.kind, 'ACTIVATION': norm.activation}
-    if D > IN_REGISTERS[0]:
-        _forward_long[(count, norm.num_groups)](*arguments, *strides, norm.eps, **options, BD=TILE, num_warps=16)
+    read = D * (x.element_size() + (0 if residual is None else residual.element_size()))
+    given = (g is not None, residual is not None, total is not None)
+    rule = _forward_rule(D, norm.num_groups, norm.kind, *given, read)
+    if rule.BD < D:
+        grid = (count, norm.num_groups)
+        _forward_long[grid](*arguments, *strides, norm.eps, **options, BD=rule.BD, num_warps=rule.num_warps)
         return y, total
-    rule = _forward_rule(D, norm.num_groups, norm.kind, g is not None, total is not None)
     grid = (-(-count // rule.ROWS), norm.num_groups // rule.SIDE)
     _forward[grid](*arguments, count, *strides, norm.eps, **options, **rule._asdict())
     return y, total
@@ -476,7 +480,8 @@ def _new(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Forward(NamedTuple):
-    """Options of the forward: a program's tile and warps, its groups, and whether it loads weight and bias ahead."""
+    """Options of the forward: a program's tile (narrower than a row: it takes one tile by tile) and warps, its groups, and
+    whether it loads weight and bias ahead."""
 
     BD: int
     ROWS: int
@@ -486,7 +491,14 @@ class _Forward(NamedTuple):
 
 
 @functools.cache
-def _forward_rule(D: int, groups: int, kind: str, gated: bool, summed: bool) -> _Forward:
+def _forward_rule(D: int, groups: int, kind: str, gated: bool, added: bool, summed: bool, read: int) -> _Forward:
+    """read: bytes of a row of x and, where it is added, residual."""
+    if D > IN_REGISTERS[0]:
+        return _Forward(TILE, 1, 16)
+    # 16 warps that keep little are quicker than those that keep a row, if the cache beside them still has it
+    shortest, most = (12288 if kind == 'layer' else 8192), 1024 * (32 if added else 64)
+    if D >= shortest and D % 4096 == 0 and read <= most:
+        return _Forward(8192 if D > 8192 and D % 8192 == 0 else 4096, 1, 16)
     if groups % 2 == 0 and D <= 256 and D % 8 == 0 and not gated:
         # side by side rows are up to as wide as what threads load at once, so that weight and bias lie in them as x does
         BD = 1 << (D - 1).bit_length()

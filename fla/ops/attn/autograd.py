@@ -23,7 +23,7 @@ def _forward(
     scale: float,
     window: int,
 ) -> Any:
-    with on_device_of(q), sound_products(k, v, shown=True):
+    with on_device_of(q), sound_products(k, v):
         return attention_forward(q, k, v, g, flat(sink_bias), flat(cu_seqlens), scale, window)
 
 
@@ -56,7 +56,7 @@ def backward(
     do: torch.Tensor,
 ) -> Any:
     """Gradients, from what the forward returned, whichever kernel that was."""
-    with on_device_of(q), sound_products(k, v, shown=True):
+    with on_device_of(q), sound_products(k, v):
         return attention_backward(q, k, v, g, flat(sink_bias), flat(cu_seqlens), scale, window, o, lse, do)
 
 

@@ -65,24 +65,24 @@ def _is_sound(path: str | None) -> bool:
     return release is not None and (int(release[1]), int(release[2])) >= (13, 3)
 
 
-def keeps_wgmma(k: torch.Tensor, v: torch.Tensor, shown: bool) -> bool:
+def keeps_wgmma(k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels of this call may use wgmma where there is one.
 
-    `shown` says that a card has shown such kernels right, with bfloat16, K = V = 128 and Triton 3.6. Those of the delta
-    rules, for sequences of one length, were held against float64 on an H100 and an H200, those of attention, in every case
-    of its tests on a GPU, on an H200.
+    With bfloat16, K = V = 128 and Triton 3.6 a card has shown them right: those of the delta rules were held against float64
+    on an H200, and for sequences of one length on an H100, those of attention, in every case of its tests on a GPU, on an
+    H200.
     """
     if not _is_at_risk(k.device):
         return True
-    return k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128 and shown and triton_version() == (3, 6)
+    return k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128 and triton_version() == (3, 6)
 
 
 @contextlib.contextmanager
-def sound_products(k: torch.Tensor, v: torch.Tensor, shown: bool) -> Iterator[None]:
+def sound_products(k: torch.Tensor, v: torch.Tensor) -> Iterator[None]:
     """Within it, the kernels of such a call may be launched, by this thread."""
     before = _here.as_for_an_a100
     # a call within another one may be of another kind, and is on its own
-    _here.as_for_an_a100 = not keeps_wgmma(k, v, shown)
+    _here.as_for_an_a100 = not keeps_wgmma(k, v)
     try:
         yield
     finally:

@@ -40,7 +40,7 @@ def _forward(
 ) -> Any:
     options = Options(scale, l2norm, gate, sigmoid, double, v_first)
     g, beta, initial_state = (as_stored(x) for x in (g, beta, initial_state))
-    with on_device_of(q), sound_products(k, v, cu_seqlens is None):
+    with on_device_of(q), sound_products(k, v):
         return chunk_forward(
             *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, flat(cu_seqlens), options, output_final_state)
         )
@@ -98,7 +98,7 @@ def _backward(
 ) -> Any:
     options = Options(scale, l2norm, gate, sigmoid, double, v_first)
     g, beta, initial_state, do, dfinal_state = (as_stored(x) for x in (g, beta, initial_state, do, dfinal_state))
-    with on_device_of(q), sound_products(k, v, cu_seqlens is None):
+    with on_device_of(q), sound_products(k, v):
         gradients = chunk_backward(
             *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, flat(cu_seqlens)),
             *(G, inverse, do, dfinal_state, options),

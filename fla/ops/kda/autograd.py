@@ -51,7 +51,7 @@ def _forward(
     q, k, v, g = (in_rows(x) for x in (q, k, v, g))
     beta, state = as_stored(beta), as_stored(initial_state)
     state = None if state is None else state.contiguous()
-    with on_device_of(q), sound_products(k, v, cu_seqlens is None):
+    with on_device_of(q), sound_products(k, v):
         o, final, saved, h = chunk_forward(
             *(q, k, v, g, beta, settings, state, output_final_state),
             *(flat(A_log), flat(dt_bias), flat(cu_seqlens), keep, states),
@@ -150,7 +150,7 @@ def backward_with(within: Callable[..., Within]) -> Callable[..., Any]:
         q, k, v, g = (in_rows(x) for x in (q, k, v, g))
         beta, state, do, dfinal_state = (as_stored(x) for x in (beta, initial_state, do, dfinal_state))
         state = None if state is None else state.contiguous()
-        with on_device_of(q), sound_products(k, v, cu_seqlens is None):
+        with on_device_of(q), sound_products(k, v):
             ends = flat(cu_seqlens)
             layout = layout_of(q.shape[0], q.shape[1], SIZE, ends)
             kept = (G, far, attend, selves, lower, inverse, w, kg, qg, h, v_new)
