@@ -1,5 +1,6 @@
 """Times of the gated delta rule and KDA on a GPU: forward, forward with backward, peak memory, decoding, first call; of each
-backend that can run here and, with --fla, of flash-linear-attention, in one run on one card.
+backend that can run here and, with --fla, of flash-linear-attention, in one run on one card. `packed` are sequences side by
+side in one row, by `cu_seqlens`.
 
     python benchmarks/delta_rules.py --json benchmarks/results/delta_rules.json --fla folder/of/fla-core
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import time
@@ -28,8 +30,9 @@ from _gpu import gpu_ms, peak_mib, wall_ms
 from _results import ResultFile, command, machine, said
 
 OPS = ('gated_delta_rule', 'kda')
-KINDS = ('chunk', 'decode')
+KINDS = ('chunk', 'packed', 'decode')
 SHAPES = ((4, 2048, 16, 128), (1, 8192, 96, 128))
+PACKED = (4, 2048, 96, 128)
 DECODE = (1, 32, 256)
 # of a model that decodes
 LAYERS = 20
@@ -55,20 +58,27 @@ def only(backend: str, op: str) -> Any:
     return use_backend(backend, op=op)
 
 
-def errors(op: str, dim: int, backward: bool) -> dict[str, float]:
+def errors(op: str, dim: int, backward: bool, packed: bool) -> dict[str, float]:
     """Mean over three seeds of the relative RMS errors: of results, and of gradients for the same rounded do."""
-    seeds = [_errors(op, dim, backward, seed) for seed in range(3)]
+    seeds = [_errors(op, dim, backward, packed, seed) for seed in range(3)]
     return {name: sum(found[name] for found in seeds) / len(seeds) for name in seeds[0]}
 
 
-def _errors(op: str, dim: int, backward: bool, seed: int) -> dict[str, float]:
+def _errors(op: str, dim: int, backward: bool, packed: bool, seed: int) -> dict[str, float]:
     args = inputs(op, 1, 320, 2, dim, seed)
+    ends = [0, 200, 320] if packed else [0, 320]
+    more = {'cu_seqlens': torch.tensor(ends, dtype=torch.int32, device='cuda')} if packed else {}
+
+    def exactly(*leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = [definition(*(x[:, start:end] for x in leaves)) for start, end in itertools.pairwise(ends)]
+        return torch.cat([o for o, _ in found], 1), torch.cat([state for _, state in found])
+
     generator = torch.Generator('cuda').manual_seed(100 + seed)
     do = torch.randn(args[2].shape, device='cuda', generator=generator).to(args[2].dtype)
     found = []
-    for run, dtype in ((function_of(op, 'chunk'), None), (definition, torch.float64)):
+    for run, dtype in ((function_of(op, 'chunk'), None), (exactly, torch.float64)):
         leaves = [(x if dtype is None else x.to(dtype)).clone().requires_grad_(backward) for x in args]
-        o, state = run(*leaves) if dtype else run(*leaves, output_final_state=True)
+        o, state = run(*leaves) if dtype else run(*leaves, output_final_state=True, **more)
         if backward:
             ((o * do.to(o.dtype)).sum() + state.sum()).backward()
         found.append([o, state, *(leaf.grad for leaf in leaves)])
@@ -76,11 +86,15 @@ def _errors(op: str, dim: int, backward: bool, seed: int) -> dict[str, float]:
     return {name: relative(ours, exact) for name, ours, exact in zip(names, *found, strict=True) if ours is not None}
 
 
-def chunked(op: str, shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def chunked(op: str, shape: tuple[int, ...], packed: bool) -> Iterator[dict[str, Any]]:
     """One shape: times in ms, peak memory of forward and backward in MiB beyond the inputs; all so far, when there is more:
     a package that tunes itself may take longer over the rest than there is time."""
     call = function_of(op, 'chunk')
-    args = inputs(op, *shape)
+    count, length, *rest = shape
+    args = inputs(op, *((1, count * length) if packed else (count, length)), *rest)
+    if packed:
+        ends = torch.arange(0, count * length + 1, length, dtype=torch.int32, device='cuda')
+        call = functools.partial(call, cu_seqlens=ends)
     do = torch.randn_like(args[2])
 
     leaves = [a.clone().requires_grad_() for a in args]
@@ -110,7 +124,7 @@ def chunked(op: str, shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
         row[f'{name}_peak_mib'] = peak_mib(wanted)
         yield row
     if 'forward_ms' in row:
-        row['errors'] = errors(op, shape[-1], backward='both_ms' in row)
+        row['errors'] = errors(op, shape[-1], 'both_ms' in row, packed)
         yield row
 
 
@@ -152,9 +166,11 @@ def rows(backends: list[str] | None, ops: list[str], shapes: list[tuple[int, ...
     for op in ops:
         for backend in backends or BACKENDS[op]:
             with only(backend, op):
-                for shape in shapes if 'chunk' in kinds else ():
-                    for row in chunked(op, shape):
-                        yield {'op': op, 'backend': backend, 'shape': [*shape], **row}
+                calls = [(shape, {}) for shape in shapes] if 'chunk' in kinds else []
+                calls += [(PACKED, {'packed': True})] if 'packed' in kinds else []
+                for shape, how in calls:
+                    for row in chunked(op, shape, bool(how)):
+                        yield {'op': op, 'backend': backend, 'shape': [*shape], **how, **row}
                 if backend not in ('default', FLA) or 'decode' not in kinds:
                     continue
                 for batch in DECODE:
@@ -171,7 +187,9 @@ def main() -> None:
     parser.add_argument('--fla', type=Path, help='folder of an unpacked fla-core: measure it as well')
     parser.add_argument('--op', choices=OPS, action='append', help='only this operation')
     parser.add_argument('--backend', action='append', help='only this backend')
-    parser.add_argument('--shape', type=int, choices=range(len(SHAPES)), action='append', help=f'only these of {SHAPES}')
+    parser.add_argument(
+        '--shape', type=int, choices=range(len(SHAPES)), action='append', help=f'only these of {SHAPES}, of chunks'
+    )
     parser.add_argument('--kind', choices=KINDS, action='append', help='only this kind of step')
     parser.add_argument('--lines', action='store_true', help='a JSON object a line: how the process for FLA answers')
     options = parser.parse_args()
@@ -206,7 +224,7 @@ def main() -> None:
 
 
 def is_more_of(row: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(row.get(name) == other.get(name) for name in ('op', 'backend', 'shape', 'decode'))
+    return all(row.get(name) == other.get(name) for name in ('op', 'backend', 'shape', 'packed', 'decode'))
 
 
 if __name__ == '__main__':

@@ -124,17 +124,26 @@ def _delta_rules(result: Result) -> str:
     stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
     chunked = [row for row in result['rows'] if 'shape' in row]
     decoded = [row for row in result['rows'] if 'decode' in row]
-    head = ['', 'B, T, H, K = V', 'backend', 'forward ms', 'with backward ms', 'peak MiB', 'largest error']
-    rows = [[row['op'], ', '.join(map(str, row['shape'])), row['backend'], *_times(row)] for row in chunked]
+    head = ['', 'B, T, H, K = V', 'backend', 'forward ms', 'with backward ms', 'peak MiB', 'largest error', 'first calls s']
+    rows = [[row['op'], _shape(row), row['backend'], *_times(row), _first_calls(row)] for row in chunked]
     parts = [
         f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
         f'{versions["triton"]}.{stopped}{_note(result)}',
-        table(head, rows),
+        *([table(head, rows)] if chunked else []),
     ]
     if decoded:
         rows = [[r['op'], r['decode'], r['backend'], *_refused_or(r, 'gpu_us', 'wall_us')] for r in decoded]
         parts += ['Decoding, 16 heads, K = V = 128:', table(['', 'B', 'backend', 'GPU us', 'wall us'], rows)]
     return '\n\n'.join(parts)
+
+
+def _shape(row: Result) -> str:
+    return ', '.join(map(str, row['shape'])) + (' packed' if row.get('packed') else '')
+
+
+def _first_calls(row: Result) -> str:
+    """Of a forward, and then of one with backward."""
+    return ' + '.join(f'{row[f"{name}_first_s"]:.1f}' for name in _PHASES if f'{name}_first_s' in row)
 
 
 def accuracy(results: list[Result]) -> str:
