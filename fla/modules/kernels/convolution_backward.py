@@ -1,10 +1,11 @@
-# mypy: disable-error-code="assignment, var-annotated"
+# mypy: disable-error-code="assignment, unreachable"
 # Tuples grow in these kernels, which Python's types cannot follow.
-"""The backward of the short causal convolution, in one launch, or two for packed sequences.
+"""The backward of the short causal convolution: one launch for the gradients of x and state and, tile by tile, of weight and
+bias, one more that adds the latter.
 
-Lanes walk along time with the last steps in registers as in the forward. They have a mask at each step, and the unfinished
-gradients in registers besides: the derivative of the activation is needed at W steps for every gradient of x, and would
-otherwise be computed W times.
+Programs walk along time as those of the forward, from sequence to sequence, with the last steps and the unfinished gradients
+of x in registers: a gradient of x needs the derivative of the activation at W steps, which would otherwise be computed W
+times. They walk W - 1 steps further than they have gradients to finish.
 """
 
 from __future__ import annotations
@@ -13,36 +14,51 @@ import torch
 import triton
 import triton.language as tl
 
-from fla.modules.kernels.convolution_common import MANY, _bound, _strides
+from fla.modules.kernels.convolution_common import _bound, _columns, _dense, _root, _strides
 from fla.ops.common.kernels.layout import sequence_of
 from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
 
-# Measured on an H200 with bfloat16 and W = 4.
-LANES, WALK_CHANNELS = 4, 64  # of a tile: lanes side by side, each walking some steps
-WALKS = (32, 64)  # of few, and of many tiles
-AHEAD = tl.constexpr(4)
+# Chosen for W = 4 by the registers that they take, as no card has run them yet.
+RUNS = (32, 128)  # of few, and of many numbers: steps of a program
+WIDTH = 8  # bytes that a thread has of each
+MANY_NUMBERS = 1 << 25  # of x
+AT_ONCE = tl.constexpr(8)  # steps that a program asks for at once
+LAST_AT_ONCE = tl.constexpr(4)  # of the last steps of a sequence, or of what the program has of it
 
 
 @triton.jit
 def _derivative(y, SILU: tl.constexpr):
-    s = tl.sigmoid(y)
-    return s * (1.0 + y * (1.0 - s)) if SILU else tl.full(y.shape, 1.0, tl.float32)
-
-
-@triton.jit(do_not_specialize=['T', 'N', 'levels'])
-def _sequences(cu_seqlens, sequences, T, N, levels, BLOCK: tl.constexpr):
-    """Grid (ceil(T / BLOCK),): which sequence each step is in, int32 `[T]`."""
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(sequences + t, sequence_of(t, cu_seqlens, N, levels), mask=t < T)
+    if SILU:
+        root = _root(y)
+        s = root * root
+        return s * (1.0 + y * (1.0 - s))
+    else:
+        return tl.full(y.shape, 1.0, tl.float32)
 
 
 @triton.jit
-def _weights(weight, d, D, w_d, w_w, W: tl.constexpr):
-    """The columns of the weight at channels d, as a tuple."""
-    columns = ()
+def _step(now, g, column, offset, window, unfinished, W: tl.constexpr, SILU: tl.constexpr):
+    """One step: what it was computed of, its gradient before the activation, that of step t - (W - 1), which this step ends,
+    and of the W - 1 after that, the last first."""
+    taps = window + (now,)
+    pre = offset
     for w in tl.static_range(W):
-        columns = columns + (tl.load(weight + d * w_d + w * w_w, mask=d < D, other=0.0).to(tl.float32)[None, :],)
-    return columns
+        pre += column[w] * taps[w]
+    g = g * _derivative(pre, SILU)
+    grown = (column[W - 1] * g,)
+    for j in tl.static_range(1, W):
+        grown = grown + (unfinished[j - 1] + column[W - 1 - j] * g,)
+    return taps, g, grown[W - 1], grown[: W - 1]
+
+
+@triton.jit
+def _store(row, dfinal, ended, t, ends, mask, d, f_d, f_w, W: tl.constexpr, HAS_DFINAL: tl.constexpr):
+    """The gradient of step t, in its row, of a sequence that ends before step `ends`."""
+    if HAS_DFINAL:
+        last = W - (ends - t)
+        place = dfinal + tl.cast(tl.maximum(last, 0), tl.int64) * f_w + d.to(tl.int64) * f_d
+        ended += tl.load(place, mask=mask & (tl.zeros_like(d) + last >= 0), other=0.0).to(tl.float32)
+    tl.store(row + d, ended.to(row.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -52,16 +68,17 @@ def _walk(
     bias,
     state,
     cu_seqlens,
-    sequences,
     dy,
     dfinal,
     dx,
     partial,
     b,
     begin,
-    d,
+    first,
     T,
     D,
+    N,
+    levels,
     x_t,
     w_d,
     w_w,
@@ -79,88 +96,122 @@ def _walk(
     HAS_STATE: tl.constexpr,
     HAS_DFINAL: tl.constexpr,
     PACKED: tl.constexpr,
-    G: tl.constexpr,
+    DENSE: tl.constexpr,
     R: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Lanes of R steps from `begin` on, and W - 1 more that finish their gradients."""
-    column = _weights(weight, d, D, w_d, w_w, W)
-    offset = tl.zeros([1, BD], tl.float32)
-    if HAS_BIAS:
-        offset += tl.load(bias + d * bias_d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    window = ()
+    """R steps from `begin` on, sequence by sequence. x, dy, dx begin with the row of the batch."""
+    d = first + tl.arange(0, BD)
+    same = tl.zeros_like(d)  # a mask of one answer for all
+    inside = d < D
+    column = _weights(weight, first, D, w_d, w_w, W, DENSE, BD)
+    offset = _offset(bias, d, D, bias_d, HAS_BIAS)
     sums = ()
-    unfinished = ()
+    for _w in tl.static_range(W):
+        sums = sums + (tl.zeros([BD], tl.float32),)
+    dbias = tl.zeros([BD], tl.float32)
+    stop = tl.minimum(begin + R, T)
+    t = begin
+    while t < stop:
+        n = b
+        start = 0
+        ends = T
+        if PACKED:
+            n = tl.max(sequence_of(t + tl.zeros([1], tl.int32), cu_seqlens, N, levels)).to(tl.int64)
+            start = _bound(cu_seqlens, n, T, True)
+            ends = _bound(cu_seqlens, n + 1, T, True)
+            ends = tl.where(ends > t, ends, stop)  # whatever the lengths, there is an end to this
+        end = tl.minimum(ends, stop)
+        window = ()
+        unfinished = ()
+        for w in tl.static_range(W - 1):
+            before = t - (W - 1) + w
+            place = x + tl.cast(before, tl.int64) * x_t + d
+            tap = tl.load(place, mask=inside & (same + before >= start), other=0.0).to(tl.float32)
+            if HAS_STATE:
+                place = state + n * s_n + tl.cast(tl.maximum(W + before - start, 0), tl.int64) * s_w + d.to(tl.int64) * s_d
+                tap += tl.load(place, mask=inside & (same + before < start), other=0.0).to(tl.float32)
+            window = window + (tap,)
+            unfinished = unfinished + (tl.zeros([BD], tl.float32),)
+        if HAS_DFINAL:
+            final = dfinal + n * f_n
+        else:
+            final = dx
+        x_row = x + tl.cast(t, tl.int64) * x_t
+        dy_row = dy + tl.cast(t, tl.int64) * dy_t
+        dx_row = dx + tl.cast(t - (W - 1), tl.int64) * D
+        # whole blocks of steps that all count
+        blocks = (end - t) // AT_ONCE
+        for block in range(blocks):
+            row = t + block * AT_ONCE
+            xs = ()
+            gs = ()
+            for _i in tl.static_range(AT_ONCE):
+                xs = xs + (tl.load(x_row + d, mask=inside, other=0.0),)
+                gs = gs + (tl.load(dy_row + d, mask=inside, other=0.0),)
+                x_row += x_t
+                dy_row += dy_t
+            for i in tl.static_range(AT_ONCE):
+                taps, g, ended, unfinished = _step(
+                    *(xs[i].to(tl.float32), gs[i].to(tl.float32), column, offset, window, unfinished, W, SILU)
+                )
+                window = taps[1:]
+                grown = ()
+                for w in tl.static_range(W):
+                    grown = grown + (sums[w] + g * taps[w],)
+                sums = grown
+                if HAS_BIAS:
+                    dbias += g
+                of = row + i - (W - 1)
+                _store(dx_row, final, ended, of, ends, inside & (same + of >= t), d, f_d, f_w, W, HAS_DFINAL)
+                dx_row += D
+        # the rest, and W - 1 more
+        from_here = t + blocks * AT_ONCE
+        for block in range(tl.cdiv(end - from_here + W - 1, LAST_AT_ONCE)):
+            for i in tl.static_range(LAST_AT_ONCE):
+                row = from_here + block * LAST_AT_ONCE + i
+                there = inside & (same + row < ends)
+                now = tl.load(x_row + d, mask=there, other=0.0).to(tl.float32)
+                g = tl.load(dy_row + d, mask=there, other=0.0).to(tl.float32)
+                taps, g, ended, unfinished = _step(now, g, column, offset, window, unfinished, W, SILU)
+                window = taps[1:]
+                g = tl.where(there, g, 0.0)
+                grown = ()
+                for w in tl.static_range(W):
+                    grown = grown + (sums[w] + tl.where(same + row < end, g * taps[w], 0.0),)
+                sums = grown
+                if HAS_BIAS:
+                    dbias += tl.where(same + row < end, g, 0.0)
+                of = row - (W - 1)
+                mask = inside & (same + of >= t) & (same + of < end)
+                _store(dx_row, final, ended, of, ends, mask, d, f_d, f_w, W, HAS_DFINAL)
+                x_row += x_t
+                dy_row += dy_t
+                dx_row += D
+        t = end
     for w in tl.static_range(W):
-        t = begin - W + w
-        mask = ((t >= 0) & (t < T))[:, None] & (d < D)[None, :]
-        before = tl.load(x + t.to(tl.int64)[:, None] * x_t + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        window = window + (before,)
-        sums = sums + (tl.zeros([G, BD], tl.float32),)
-        unfinished = unfinished + (tl.zeros([G, BD], tl.float32),)
-    dbias = tl.zeros([G, BD], tl.float32)
-    # a few steps at a time, so that what they load is asked for at once
-    for first in range(0, R + W - 1, AHEAD):
-        for ahead in tl.static_range(AHEAD):
-            row = tl.zeros_like(begin) + (first + ahead)
-            t = begin + row
-            at = t.to(tl.int64)
-            there = (t < T)[:, None] & (d < D)[None, :]
-            step = t
-            n = tl.zeros_like(t) + b
-            if PACKED:
-                n = tl.load(sequences + t, mask=t < T, other=0).to(tl.int64)
-                step = t - _bound(cu_seqlens, n, T, t < T)
-            now = tl.load(x + at[:, None] * x_t + d[None, :], mask=there, other=0.0).to(tl.float32)
-            window = window[1:] + (now,)
-            taps = ()
-            pre = tl.zeros([G, BD], tl.float32) + offset
-            for w in tl.static_range(W):
-                tap = tl.where((step >= W - 1 - w)[:, None], window[w], 0.0)
-                if HAS_STATE:
-                    if w < W - 1:
-                        place = (
-                            state
-                            + (n * s_n + tl.maximum(step + w + 1, 0).to(tl.int64) * s_w)[:, None]
-                            + d[None, :].to(tl.int64) * s_d
-                        )
-                        mask = there & (step < W - 1 - w)[:, None]
-                        tap += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-                pre += column[w] * tap
-                taps = taps + (tap,)
-            g = tl.load(dy + at[:, None] * dy_t + d[None, :], mask=there, other=0.0).to(tl.float32)
-            g = tl.where(there, g * _derivative(pre, SILU), 0.0)
-            here = tl.where((row < R)[:, None], g, 0.0)
-            dbias += here
-            grown = ()
-            for w in tl.static_range(W):
-                grown = grown + (sums[w] + here * taps[w],)
-            sums = grown
-            # unfinished[j] is the gradient of step t - j, which this step ends for j = W - 1
-            grown = (column[W - 1] * g,)
-            for j in tl.static_range(1, W):
-                grown = grown + (unfinished[j - 1] + tl.where((step >= j)[:, None], column[W - 1 - j] * g, 0.0),)
-            unfinished = grown
-            ended = t - (W - 1)
-            own = (row >= W - 1) & (row < R + W - 1) & (ended < T)
-            out = own[:, None] & (d < D)[None, :]
-            total = unfinished[W - 1]
-            if HAS_DFINAL:
-                end = tl.zeros_like(t) + T
-                n = tl.zeros_like(t) + b
-                if PACKED:
-                    n = tl.load(sequences + ended, mask=own, other=0).to(tl.int64)
-                    end = _bound(cu_seqlens, n + 1, T, own)
-                last = W - (end - ended)
-                kept = out & ((last >= 0) & (last < W))[:, None]
-                place = dfinal + (n * f_n + last.to(tl.int64) * f_w)[:, None] + d[None, :].to(tl.int64) * f_d
-                total += tl.load(place, mask=kept, other=0.0).to(tl.float32)
-            place = dx + (b * T + ended)[:, None] * D + d[None, :]
-            tl.store(place, total.to(dx.dtype.element_ty), mask=out)
-    partial += d
+        tl.store(partial + tl.cast(w, tl.int64) * D + d, sums[w], mask=inside)
+    if HAS_BIAS:
+        tl.store(partial + tl.cast(W, tl.int64) * D + d, dbias, mask=inside)
+
+
+@triton.jit
+def _weights(weight, first, D, w_d, w_w, W: tl.constexpr, DENSE: tl.constexpr, BD: tl.constexpr):
+    """The columns of the weight at BD channels in float32, as a tuple."""
+    read = _columns(weight, first, D - first, w_d, w_w, W, DENSE, BD)
+    columns = ()
     for w in tl.static_range(W):
-        tl.store(partial + w * D, tl.sum(sums[w], 0), mask=d < D)
-    tl.store(partial + W * D, tl.sum(dbias, 0), mask=d < D)
+        columns = columns + (read[w].to(tl.float32),)
+    return columns
+
+
+@triton.jit
+def _offset(bias, d, D, bias_d, HAS_BIAS: tl.constexpr):
+    """The bias at channels d in float32."""
+    offset = tl.zeros(d.shape, tl.float32)
+    if HAS_BIAS:
+        offset += tl.load(bias + d * bias_d, mask=d < D, other=0.0).to(tl.float32)
+    return offset
 
 
 @triton.jit
@@ -174,7 +225,7 @@ def _state_gradient(
     dfinal,
     dstate,
     n,
-    d,
+    first,
     T,
     D,
     x_t,
@@ -193,19 +244,18 @@ def _state_gradient(
     HAS_BIAS: tl.constexpr,
     HAS_DFINAL: tl.constexpr,
     PACKED: tl.constexpr,
+    DENSE: tl.constexpr,
     BD: tl.constexpr,
 ):
     """The gradient of the initial state of sequence n."""
-    column = _weights(weight, d, D, w_d, w_w, W)
-    offset = tl.zeros([1, BD], tl.float32)
-    if HAS_BIAS:
-        offset += tl.load(bias + d * bias_d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    channel = (first + tl.arange(0, BD)).to(tl.int64)
+    column = _weights(weight, first, D, w_d, w_w, W, DENSE, BD)
+    offset = _offset(bias, channel, D, bias_d, HAS_BIAS)
     start = 0
     end = T
     if PACKED:
         start = _bound(cu_seqlens, n, T, True)
         end = _bound(cu_seqlens, n + 1, T, True)
-    channel = d[None, :].to(tl.int64)
     length = tl.zeros_like(channel) + (end - start)
     # the gradients of the steps that read the state, before the activation
     early = ()
@@ -224,7 +274,7 @@ def _state_gradient(
         g = tl.load(dy + (start + step).to(tl.int64) * dy_t + channel, mask=there, other=0.0).to(tl.float32)
         early = early + (tl.where(there, g * _derivative(pre, SILU), 0.0),)
     for i in tl.static_range(W):
-        total = tl.zeros([1, BD], tl.float32)
+        total = tl.zeros([BD], tl.float32)
         for step in tl.static_range(i):
             total += column[i - 1 - step] * early[step]
         if HAS_DFINAL:
@@ -234,14 +284,13 @@ def _state_gradient(
         tl.store(dstate + (n * D + channel) * W + i, total.to(dstate.dtype.element_ty), mask=channel < D)
 
 
-@triton.jit(do_not_specialize=['T', 'tiles', 'extra'])
+@triton.jit(do_not_specialize=['T', 'N', 'tiles', 'extra', 'levels'])
 def _backward(
     x,
     weight,
     bias,
     state,
     cu_seqlens,
-    sequences,
     dy,
     dfinal,
     dx,
@@ -249,8 +298,10 @@ def _backward(
     partial,
     T,
     D,
+    N,
     tiles,
     extra,
+    levels,
     x_b,
     x_t,
     w_d,
@@ -270,45 +321,46 @@ def _backward(
     HAS_STATE: tl.constexpr,
     HAS_DFINAL: tl.constexpr,
     PACKED: tl.constexpr,
-    G: tl.constexpr,
+    DENSE: tl.constexpr,
     R: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Grid (B * (tiles + extra) * ceil(D / BD),): a tile is G lanes of R steps; the extra programs write `dstate`.
+    """Grid (B * (tiles + extra) * ceil(D / BD),): a tile is R steps; the extra programs write `dstate`.
 
     Args:
         x, dy: `[B, T, D]` by strides, the last 1; dx: `[B, T, D]`, contiguous.
         weight, bias, state: as in the forward; dfinal: `[N, D, W]` by strides; dstate: `[N, D, W]`, contiguous.
-        sequences: int32 `[T]`, of packed sequences.
-        partial: float32 `[B * tiles, W + 1, D]`: the sums over a tile's steps for the W columns of the weight and the bias.
+        partial: float32 `[B * tiles, W, D]`, with a bias `[B * tiles, W + 1, D]`: the sums over a tile's steps for the
+            columns of the weight and the bias.
     """
     blocks = tl.cdiv(D, BD)
     pid = tl.program_id(0)
-    d = (pid % blocks) * BD + tl.arange(0, BD)
+    first = (pid % blocks) * BD
     tile = pid // blocks
     b = (tile // (tiles + extra)).to(tl.int64)
     tile = tile % (tiles + extra)
     x += b * x_b
     dy += b * dy_b
     if tile < tiles:
-        begin = (tile * G + tl.arange(0, G)) * R
-        partial += (b * tiles + tile) * (W + 1) * D
+        dx += b * T * D
+        partial += (b * tiles + tile) * (W + HAS_BIAS) * D
         _walk(
             x,
             weight,
             bias,
             state,
             cu_seqlens,
-            sequences,
             dy,
             dfinal,
             dx,
             partial,
             b,
-            begin,
-            d,
+            tile * R,
+            first,
             T,
             D,
+            N,
+            levels,
             x_t,
             w_d,
             w_w,
@@ -326,7 +378,7 @@ def _backward(
             HAS_STATE,
             HAS_DFINAL,
             PACKED,
-            G,
+            DENSE,
             R,
             BD,
         )
@@ -341,7 +393,7 @@ def _backward(
             dfinal,
             dstate,
             b + (tile - tiles),
-            d,
+            first,
             T,
             D,
             x_t,
@@ -360,8 +412,28 @@ def _backward(
             HAS_BIAS,
             HAS_DFINAL,
             PACKED,
+            DENSE,
             BD,
         )
+
+
+@triton.jit(do_not_specialize=['tiles'])
+def _add_tiles(
+    partial, dweight, dbias, tiles, D, W: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr
+):
+    """Grid (ceil(D / BD), COLUMNS): dweight `[D, W]`, and dbias `[D]` if there is one, of the sums of tiles
+    `[tiles, COLUMNS, D]`."""
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    column = tl.program_id(1)
+    total = tl.zeros((ROWS, BD), tl.float32)
+    for first in range(0, tiles, ROWS):
+        row = (first + tl.arange(0, ROWS))[:, None]
+        place = partial + (row.to(tl.int64) * COLUMNS + column) * D + d[None, :]
+        total += tl.load(place, mask=(row < tiles) & (d < D)[None, :], other=0.0)
+    if column < W:
+        tl.store(dweight + d.to(tl.int64) * W + column, tl.sum(total, 0).to(dweight.dtype.element_ty), mask=d < D)
+    elif dbias is not None:
+        tl.store(dbias + d, tl.sum(total, 0).to(dbias.dtype.element_ty), mask=d < D)
 
 
 def launch_backward(
@@ -381,30 +453,29 @@ def launch_backward(
     weight, bias, initial_state, dfinal = (as_stored(one) for one in (weight, bias, initial_state, dfinal))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     dx = torch.empty((batch, length, D), dtype=x.dtype, device=x.device)
+    dweight = torch.empty((D, W), dtype=weight.dtype, device=x.device)
+    dbias = None if bias is None else torch.empty((D,), dtype=bias.dtype, device=x.device)
     dstate = None
-    walk = WALKS[batch * length * D > MANY * LANES * WALKS[1] * WALK_CHANNELS]
-    tiles, extra = -(-length // (LANES * walk)), 0
+    run = RUNS[batch * length * D > MANY_NUMBERS]
+    tiles, extra = -(-length // run), 0
     if initial_state is not None:
         dstate = torch.empty((count, D, W), dtype=initial_state.dtype, device=x.device)
         extra = 1 if cu_seqlens is None else count
-    partial = torch.empty((batch * tiles, W + 1, D), dtype=torch.float32, device=x.device)
-    sequences = None
-    block = min(triton.next_power_of_2(max(D, 1)), WALK_CHANNELS)
+    columns = W + (bias is not None)
+    partial = torch.empty((batch * tiles, columns, D), dtype=torch.float32, device=x.device)
+    channels = 32 * WIDTH // x.element_size() // (1 if W <= 4 else 2)  # for as many registers
+    block = min(triton.next_power_of_2(max(D, 1)), channels)
     programs = batch * (tiles + extra) * -(-D // block)
-    if programs:
-        with on_device_of(x):
-            if cu_seqlens is not None:
-                # there with no steps, too: what walks over them is compiled all the same
-                sequences = torch.empty(length, dtype=torch.int32, device=x.device)
-                if length:
-                    _sequences[(-(-length // 512),)](cu_seqlens, sequences, length, count, count.bit_length(), 512)
+    with on_device_of(x):
+        if programs:
             _backward[(programs,)](
-                *(x, weight, bias, initial_state, cu_seqlens, sequences, dy, dfinal, dx, dstate, partial),
-                *(length, D, tiles, extra, *_strides(x, 2), *weight.stride(), *_strides(bias, 1)),
+                *(x, weight, bias, initial_state, cu_seqlens, dy, dfinal, dx, dstate, partial),
+                *(length, D, count, tiles, extra, count.bit_length(), *_strides(x, 2), *weight.stride(), *_strides(bias, 1)),
                 *(*_strides(initial_state, 3), *_strides(dy, 2), *_strides(dfinal, 3)),
                 *(W, silu, bias is not None, initial_state is not None, dfinal is not None, cu_seqlens is not None),
-                *(LANES, walk, block),
+                *(_dense(weight), run, block),
+                num_warps=1,
             )
-    sums = partial.sum(0)
-    dweight = sums[:W].t().to(weight.dtype).contiguous()
-    return dx, dweight, None if bias is None else sums[W].to(bias.dtype, copy=True), dstate
+        if D:
+            _add_tiles[(-(-D // 32), columns)](partial, dweight, dbias, batch * tiles, D, W, columns, 64, 32)
+    return dx, dweight, dbias, dstate

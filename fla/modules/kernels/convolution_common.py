@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-MANY = 2048  # measured on an H200: a launch of more programs than this, even of the larger kind, is of the larger kind
-
 
 @triton.jit
 def _bound(cu_seqlens, n, T, mask):
@@ -18,10 +16,15 @@ def _bound(cu_seqlens, n, T, mask):
 
 
 @triton.jit
+def _root(y):
+    """Of sigmoid(y): a reciprocal by its root is as exact here and takes none of the care that a division does."""
+    return tl.rsqrt(1.0 + tl.exp2(y * -1.4426950408889634))
+
+
+@triton.jit
 def _activated(y, SILU: tl.constexpr):
     if SILU:
-        # y sigmoid(y); a reciprocal by its root is as exact here and takes none of the care that a division does
-        root = tl.rsqrt(1.0 + tl.exp2(y * -1.4426950408889634))
+        root = _root(y)
         y = y * root * root
     return y
 

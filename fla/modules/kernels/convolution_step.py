@@ -8,11 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fla.modules.kernels.convolution_common import MANY, _activated, _columns, _dense, _store_columns, _strides
+from fla.modules.kernels.convolution_common import _activated, _columns, _dense, _store_columns, _strides
 from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
 
 # Measured on an H200 with bfloat16 and W = 4.
 UPDATE_ROWS, UPDATE_WARPS = (1, 4), 2  # sequences of a program, of few, and of many numbers
+MANY = 2048  # a launch of more programs than this, even of the larger kind, is of the larger kind
 
 
 @triton.jit(do_not_specialize=['N'])
