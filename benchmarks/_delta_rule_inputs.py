@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 NAMES = ('q', 'k', 'v', 'g', 'beta')
+DEVICE = 'cuda'
 
 
 def inputs(
@@ -18,9 +19,10 @@ def inputs(
     *,
     dtype: torch.dtype = torch.bfloat16,
     strength: float = 1.0,
-    device: str = 'cuda',
+    device: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """q and v normal, k normal and of length 1, g = strength * logsigmoid(normal), beta uniform; gates in float32."""
+    device = device or DEVICE
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -30,6 +32,23 @@ def inputs(
     g = F.logsigmoid(normal(batch, length, heads, *([dim] if op == 'kda' else []))) * strength
     beta = torch.rand((batch, length, heads), generator=generator, device=device)
     return q.to(dtype), F.normalize(k, dim=-1).to(dtype), v.to(dtype), g, beta
+
+
+def side_by_side(op: str, shape: tuple[int, ...]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Sequences of one length packed into one row, and their `cu_seqlens`."""
+    count, length, heads, dim = shape
+    return inputs(op, 1, count * length, heads, dim), bounds_of(*[length] * count)
+
+
+def bounds_of(*lengths: int) -> torch.Tensor:
+    """`cu_seqlens` of sequences of these lengths."""
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+
+
+def upstream(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """A normal gradient of a result, rounded as that is."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(like.shape, device=DEVICE, generator=generator).to(like.dtype)
 
 
 def definition(

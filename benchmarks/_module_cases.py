@@ -36,7 +36,7 @@ class Module:
         constants: arguments behind those, by keyword.
         named: the tensors are passed by keyword, too.
         backward: whether there is one.
-        results: how many of what it returns are results, with a gradient each.
+        results: names of the first things that it returns; each has a gradient.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Module:
     constants: dict[str, Any] = field(default_factory=dict)
     named: bool = False
     backward: bool = True
-    results: int = 1
+    results: tuple[str, ...] = ('out',)
 
     def function(self) -> Callable[..., Any]:
         """The dispatched function, or FLA's, of the tensors alone."""
@@ -200,7 +200,7 @@ MODULES = {
         (4, 4),
         constants={'bias': None, 'eps': EPS, 'prenorm': True},
         named=True,
-        results=2,
+        results=('out', 'sum'),
     ),
     'group_norm': Module(
         'fla.modules.layernorm.group_norm',
@@ -345,7 +345,7 @@ def with_gradients(tensors: Tensors, dtype: torch.dtype | None = None) -> tuple[
 
 def results_of(module: Module, returned: Any) -> tuple[torch.Tensor, ...]:
     """The tensors that matter of what its function returns."""
-    return returned[: module.results] if isinstance(returned, tuple) else (returned,)
+    return returned[: len(module.results)] if isinstance(returned, tuple) else (returned,)
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _delta_rule_inputs import NAMES, definition, inputs, relative
+from _delta_rule_inputs import DEVICE, NAMES, bounds_of, definition, inputs, relative, side_by_side, upstream
 from _fla_process import FLA, fla_rows
 from _gpu import gpu_ms, peak_mib, wall_ms
 from _results import ResultFile, command, machine, said
@@ -66,15 +66,14 @@ def errors(op: str, dim: int, backward: bool, packed: bool) -> dict[str, float]:
 
 def _errors(op: str, dim: int, backward: bool, packed: bool, seed: int) -> dict[str, float]:
     args = inputs(op, 1, 320, 2, dim, seed)
-    ends = [0, 200, 320] if packed else [0, 320]
-    more = {'cu_seqlens': torch.tensor(ends, dtype=torch.int32, device='cuda')} if packed else {}
+    lengths = (200, 120) if packed else (320,)
+    more = {'cu_seqlens': bounds_of(*lengths)} if packed else {}
 
     def exactly(*leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = [definition(*(x[:, start:end] for x in leaves)) for start, end in itertools.pairwise(ends)]
+        found = [definition(*sequence) for sequence in zip(*(x.split(lengths, 1) for x in leaves), strict=True)]
         return torch.cat([o for o, _ in found], 1), torch.cat([state for _, state in found])
 
-    generator = torch.Generator('cuda').manual_seed(100 + seed)
-    do = torch.randn(args[2].shape, device='cuda', generator=generator).to(args[2].dtype)
+    do = upstream(args[2], 100 + seed)
     found = []
     for run, dtype in ((function_of(op, 'chunk'), None), (exactly, torch.float64)):
         leaves = [(x if dtype is None else x.to(dtype)).clone().requires_grad_(backward) for x in args]
@@ -90,11 +89,11 @@ def chunked(op: str, shape: tuple[int, ...], packed: bool) -> Iterator[dict[str,
     """One shape: times in ms, peak memory of forward and backward in MiB beyond the inputs; all so far, when there is more:
     a package that tunes itself may take longer over the rest than there is time."""
     call = function_of(op, 'chunk')
-    count, length, *rest = shape
-    args = inputs(op, *((1, count * length) if packed else (count, length)), *rest)
     if packed:
-        ends = torch.arange(0, count * length + 1, length, dtype=torch.int32, device='cuda')
-        call = functools.partial(call, cu_seqlens=ends)
+        args, cu_seqlens = side_by_side(op, shape)
+        call = functools.partial(call, cu_seqlens=cu_seqlens)
+    else:
+        args = inputs(op, *shape)
     do = torch.randn_like(args[2])
 
     leaves = [a.clone().requires_grad_() for a in args]
@@ -133,7 +132,7 @@ def decoding(op: str, batch: int, heads: int = 16, dim: int = 128) -> dict[str, 
     the layers of a model do: one state would come from the GPU's cache each time."""
     args = inputs(op, batch, 1, heads, dim)
     named = dict(zip(NAMES, args, strict=True))
-    states = [torch.randn(batch, heads, dim, dim, device='cuda') for _ in range(LAYERS)]
+    states = [torch.randn(batch, heads, dim, dim, device=DEVICE) for _ in range(LAYERS)]
     turn = itertools.cycle(states)
     call = function_of(op, 'decode')
 
@@ -166,11 +165,12 @@ def rows(backends: list[str] | None, ops: list[str], shapes: list[tuple[int, ...
     for op in ops:
         for backend in backends or BACKENDS[op]:
             with only(backend, op):
-                calls = [(shape, {}) for shape in shapes] if 'chunk' in kinds else []
-                calls += [(PACKED, {'packed': True})] if 'packed' in kinds else []
-                for shape, how in calls:
-                    for row in chunked(op, shape, bool(how)):
-                        yield {'op': op, 'backend': backend, 'shape': [*shape], **how, **row}
+                for shape in shapes if 'chunk' in kinds else ():
+                    for row in chunked(op, shape, packed=False):
+                        yield {'op': op, 'backend': backend, 'shape': [*shape], **row}
+                if 'packed' in kinds:
+                    for row in chunked(op, PACKED, packed=True):
+                        yield {'op': op, 'backend': backend, 'shape': [*PACKED], 'packed': True, **row}
                 if backend not in ('default', FLA) or 'decode' not in kinds:
                     continue
                 for batch in DECODE:
@@ -190,12 +190,12 @@ def main() -> None:
     parser.add_argument(
         '--shape', type=int, choices=range(len(SHAPES)), action='append', help=f'only these of {SHAPES}, of chunks'
     )
-    parser.add_argument('--kind', choices=KINDS, action='append', help='only this kind of step')
+    parser.add_argument('--kind', choices=KINDS, action='append', help='only this kind of step; packed only if asked for')
     parser.add_argument('--lines', action='store_true', help='a JSON object a line: how the process for FLA answers')
     options = parser.parse_args()
     ops = options.op or list(OPS)
     shapes = [SHAPES[i] for i in options.shape or range(len(SHAPES))]
-    kinds = options.kind or list(KINDS)
+    kinds = options.kind or ['chunk', 'decode']
     if options.lines:
         for row in rows([FLA], ops, shapes, kinds):
             print(json.dumps(row), flush=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _delta_rule_inputs import inputs
+from _delta_rule_inputs import inputs, side_by_side, upstream
 from _gpu import gpu_ms
 from _results import ResultFile, command, machine, said
 from delta_rules import OPS, SHAPES, errors, function_of, only
@@ -42,13 +42,15 @@ def parsed(op: str, text: str) -> Variant:
     """`'a X=1 Y=2, b X=3'` as `{'a': {'X': 1, 'Y': 2}, 'b': {'X': 3}}`.
 
     Raises:
-        ValueError: for what is no kernel of `op`, or no number.
+        ValueError: for what is no kernel of `op`, or no number, and for a kernel without options or named twice.
     """
     variant: Variant = {}
     for kernel in text.split(','):
-        name, *options = kernel.split()
+        name, *options = kernel.split() or ['']
         if not hasattr(getattr(launches_of(op), name, None), 'fn'):
             raise ValueError(f'{text!r}: {op} has no kernel {name!r}')
+        if not options or name in variant:
+            raise ValueError(f'{text!r}: name {name} once, with its options')
         variant[name] = {key: int(value) for key, _, value in (option.partition('=') for option in options)}
     return variant
 
@@ -85,13 +87,12 @@ def measured(
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """A variant's row and results; `before`: results of the kernels as they are."""
     options: dict[str, Any] = {}
-    batch, length, heads, dim = shape
     if packed:
-        shape = (1, batch * length, heads, dim)
-        options['cu_seqlens'] = torch.arange(0, batch * length + 1, length, device='cuda', dtype=torch.int32)
+        args, options['cu_seqlens'] = side_by_side(op, shape)
+    else:
+        args = inputs(op, *shape)
     call = function_of(op, 'chunk')
-    args = inputs(op, *shape)
-    do = torch.randn(args[2].shape, device='cuda', generator=torch.Generator('cuda').manual_seed(1)).to(args[2].dtype)
+    do = upstream(args[2], 1)
     leaves = [a.clone().requires_grad_() for a in args]
 
     def forward() -> None:
@@ -109,7 +110,7 @@ def measured(
     row: dict[str, Any] = {'unsteady': sum(not same(first, both()) for _ in range(6))}
     if before is not None:
         row['as_before'] = same(first, before)
-    row['error'] = max(errors(op, dim, backward=True).values())
+    row['error'] = max(errors(op, shape[-1], True, packed).values())
     return {**row, 'forward_ms': gpu_ms(forward), 'both_ms': gpu_ms(both), 'kernels': by_kernel(both)}, first
 
 
@@ -137,13 +138,13 @@ def main() -> None:
     parser.add_argument('--packed', action='store_true')
     parser.add_argument('--json', type=Path, help='write the results there')
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print('These kernels need a GPU: nothing is measured here.')
+        return
     try:
         variants = {text: parsed(options.op, text) for text in options.variant}
     except ValueError as error:
         parser.error(str(error))
-    if not torch.cuda.is_available():
-        print('These kernels need a GPU: nothing is measured here.')
-        return
     words = [options.op, *map(shlex.quote, options.variant), '--shape', str(options.shape), *['--packed'] * options.packed]
     results = ResultFile(
         options.json, 'launch_options', **machine(), command=' '.join([command('launch_options', options), *words])

@@ -108,9 +108,10 @@ def errors(module: Module, backend: str, shape: tuple[int, ...], device: str, ba
             results = results_of(module, function(**given))
         do = [_gradient(one, seed, device) for seed, one in enumerate(results, 1)]
         found.append([*results, *(torch.autograd.grad(results, leaves, do) if backward else ())])
-    names = ['out', 'sum'][: module.results]
-    names += [f'd{name}' for name, one in with_gradients(tensors)[0].items() if one.requires_grad]
-    return {name: relative(*pair) for name, *pair in zip(names, *found, strict=False)}
+    names = list(module.results)
+    if backward:
+        names += [f'd{name}' for name, one in with_gradients(tensors)[0].items() if one.requires_grad]
+    return {name: relative(*pair) for name, *pair in zip(names, *found, strict=True)}
 
 
 def _gradient(result: torch.Tensor, seed: int, device: str) -> torch.Tensor:
@@ -131,7 +132,8 @@ def measured(module: Module, backend: str, shape: tuple[int, ...], clock: Clock)
     tensors = inputs(module, shape, clock.device)
     given, leaves = with_gradients(tensors)
     function = function_of(module, backend)
-    do = [torch.ones_like(one) for one in results_of(module, module.plain(**tensors))]
+    # contiguous, as a gradient is that comes through a product: the plain result may be a transposed one
+    do = [torch.ones(one.shape, dtype=one.dtype, device=one.device) for one in results_of(module, module.plain(**tensors))]
 
     def forward() -> None:
         with torch.no_grad():

@@ -39,7 +39,7 @@ _WHEN = {
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table; all columns but the first to the right if they hold numbers."""
     lines = [[re.sub(r'([|*])', r'\\\1', '' if cell is None else str(cell)) for cell in row] for row in (header, *rows)]
-    numeric = [all(re.fullmatch(r'[\d.x%/ -]*', line[i]) for line in lines[1:]) for i in range(len(header))]
+    numeric = [all(re.fullmatch(r'[\d.x%/+ -]*', line[i]) for line in lines[1:]) for i in range(len(header))]
     rule = ['--:' if right else '--' for right in numeric]
     return '\n'.join(f'| {" | ".join(line)} |' for line in (lines[0], rule, *lines[1:]))
 

@@ -23,9 +23,12 @@ def test_variants(benchmark):
     assert benchmark.parsed('kda', 'prepare num_stages=2') == {'prepare': {'num_stages': 2}}
     with pytest.raises(ValueError, match='invalid literal'):
         benchmark.parsed('gated_delta_rule', 'within BK')
-    for name in ('withing', 'launch'):
+    for text, name in (('withing BK=64', 'withing'), ('launch BK=64', 'launch'), ('within BK=64,', ''), ('', '')):
         with pytest.raises(ValueError, match=f"gated_delta_rule has no kernel '{name}'"):
-            benchmark.parsed('gated_delta_rule', f'{name} BK=64')
+            benchmark.parsed('gated_delta_rule', text)
+    for text in ('within', 'within BK=64, within BV=32'):
+        with pytest.raises(ValueError, match='name within once, with its options'):
+            benchmark.parsed('gated_delta_rule', text)
 
 
 @pytest.mark.interpreted

@@ -41,6 +41,7 @@ def test_every_module(tmp_path):
         assert ('both_gbs' in row) == (row['module'] not in ('swiglu_linear', 'fused_linear_cross_entropy'))
         assert max(row['errors'].values()) < ERROR.get(row['module'], 8e-3), row
         assert len(row['errors']) >= 2
+        assert ('sum' in row['errors']) == (row['module'] == 'rms_norm_of_sum')
 
 
 def test_filters_and_refusals(tmp_path):

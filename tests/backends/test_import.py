@@ -162,6 +162,47 @@ except NoBackendError as error:
     assert done.stdout.split() == ['none']
 
 
+def test_operations_and_layers_run_without_triton():
+    done = python(
+        """
+        import sys
+
+        class Blocker:
+            def find_spec(self, name, path=None, target=None):
+                if name.split('.')[0] in ('triton', 'tilelang'):
+                    raise ModuleNotFoundError(f'No module named {name!r} (blocked)', name=name)
+
+        sys.meta_path.insert(0, Blocker())
+        import torch
+        from fla.layers import Attention, GatedDeltaNet, KimiDeltaAttention
+        from fla.ops.backends import trace
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+        from fla.ops.kda import chunk_kda, fused_recurrent_kda
+
+        x = torch.randn(1, 2, 1, 4, requires_grad=True)
+        with trace() as recorded:
+            for kda in (chunk_kda, fused_recurrent_kda):
+                kda(x, x, x, -x.abs(), x[..., 0])[0].sum().backward()
+            for rule in (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule):
+                rule(x, x, x, g=-x[..., 0].abs(), beta=x[..., 0])[0].sum().backward()
+            for layer in (GatedDeltaNet, KimiDeltaAttention, Attention):
+                layer(hidden_size=16, num_heads=2, **{} if layer is Attention else {'head_dim': 8})(torch.randn(1, 5, 16))
+        assert 'triton' not in sys.modules
+        print(sorted({one.function for one in recorded}), {one.backend for one in recorded} - {'sdpa'})
+        """
+    )
+    functions, backends = done.stdout.strip().rsplit(' {', 1)
+    assert backends == "'reference'}"
+    for name in (
+        'chunk_kda',
+        'fused_recurrent_kda',
+        'chunk_gated_delta_rule',
+        'fused_recurrent_gated_delta_rule',
+        'parallel_attn',
+    ):
+        assert name in functions
+
+
 def test_everything_works_without_triton_and_optional_packages():
     python(
         """

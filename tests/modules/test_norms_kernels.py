@@ -36,14 +36,17 @@ interpreted = pytest.mark.interpreted
 
 @pytest.fixture
 def long_rows(monkeypatch):
-    """Rows of more than 16 elements are long, and their tiles 32. Rules are kept, and must be neither from before nor for
-    other tests."""
+    """Rows of more than 16 elements are long, and their tiles 8. Rules are kept, and must be neither from before nor for
+    other tests. What is launched."""
     rules = (kernels._forward_rule, kernels._backward_rule)
     for rule in rules:
         rule.cache_clear()
     monkeypatch.setattr(kernels, 'IN_REGISTERS', (16, 16))
-    monkeypatch.setattr(kernels, 'TILE', 32)
-    yield
+    monkeypatch.setattr(kernels, 'TILE', 8)
+    launched = []
+    for name in ('_forward', '_forward_long', '_backward', '_backward_long'):
+        monkeypatch.setattr(kernels, name, Launched(getattr(kernels, name), launched))
+    yield launched
     for rule in rules:
         rule.cache_clear()
 
@@ -70,6 +73,7 @@ def test_eps_of_numpy():
 def test_long_rows(long_rows, kind, extras):
     """More rows than programs, so that a program adds to its own sums."""
     check(kind, given(kind, (3, 5, 100), extras=extras))
+    assert set(long_rows) == {('_forward_long', 8), ('_backward_long', 8)}
 
 
 @interpreted
@@ -83,31 +87,33 @@ def test_half_precision(kind, dtype):
 @interpreted
 @every_kind
 def test_half_precision_of_long_rows(long_rows, kind):
-    check(kind, given(kind, (3, 64), BF16, wide=('residual',)))
+    check(kind, given(kind, (3, 100), BF16, wide=('residual',)))
+    assert set(long_rows) == {('_forward_long', 8), ('_backward_long', 8)}
 
 
 @interpreted
 @pytest.mark.parametrize(
     ('dim', 'dtype', 'tiles'),
     [
-        # of rms and layer norms, and of rms norms with a residual
-        (4096, BF16, (4096, 4096, 4096)),
-        (7168, BF16, (8192, 8192, 8192)),
-        (8192, BF16, (4096, 8192, 4096)),
-        (8192, FP32, (4096, 8192, 8192)),
-        (12288, BF16, (4096, 4096, 16384)),
-        (16384, FP32, (8192, 8192, 16384)),
-        (32768, FP32, (32768, 32768, 32768)),
-        (40960, BF16, (8192, 8192, 8192)),
+        # of rms, gated and layer norms, and of rms norms with a residual
+        (4096, BF16, (4096, 4096, 4096, 4096)),
+        (7168, BF16, (8192, 8192, 8192, 8192)),
+        (8192, BF16, (4096, 4096, 8192, 4096)),
+        (8192, FP32, (4096, 4096, 8192, 8192)),
+        (12288, BF16, (16384, 16384, 16384, 16384)),
+        (16384, FP32, (8192, 8192, 8192, 16384)),
+        (32768, FP32, (32768, 32768, 32768, 32768)),
+        (40960, BF16, (8192, 8192, 8192, 8192)),
     ],
     ids=str,
 )
 def test_wide_rows(monkeypatch, dim, dtype, tiles):
-    """In registers or tile by tile, whichever is quicker on an H200."""
+    """In registers or tile by tile."""
     launched = []
     for name in ('_forward', '_forward_long'):
         monkeypatch.setattr(kernels, name, Launched(getattr(kernels, name), launched))
     check('rms', given('rms', (2, dim), dtype, ('weight',)))
+    check('swish', given('swish', (2, dim), dtype, ('weight',)))
     check('layer', given('layer', (2, dim), dtype, ('weight', 'bias')))
     check('rms', given('rms', (2, dim), dtype, ('weight', 'residual')))
     assert launched == [('_forward_long' if tile < dim else '_forward', tile) for tile in tiles]

@@ -34,6 +34,8 @@ LENS = {
     'all of one step': [1] * 70,
     'all but one empty': [0, 0, 100, 0],
 }
+# Before Triton 3.9 only LARGE in bfloat16 has wgmma on a Hopper (see `assembler`), and each flag makes other kernels.
+SIZES = {BF16: (MEDIUM, LARGE), FP16: (MEDIUM,), FP32: (MEDIUM,)}
 FLAG_SETS = [
     FLAGS,
     {'state_v_first': True},
@@ -70,15 +72,14 @@ def lengths(function, dtype) -> None:
 
 
 def packed(function, dtype) -> None:
-    for size in (MEDIUM, LARGE) if dtype == BF16 else (MEDIUM,):
+    for size in SIZES[dtype]:
         common = {'dtype': dtype, **size, **FLAGS}
         check_each(function, {name: {'lens': lens} for name, lens in LENS.items()}, **common)
         check_each(function, {name: {'lens': lens, 'index': torch.int64} for name, lens in LENS.items()}, **common)
 
 
 def flags(function, dtype, options) -> None:
-    # before Triton 3.9 no others have wgmma on a Hopper, and each flag makes other kernels: see `assembler`
-    for size in (MEDIUM, LARGE) if dtype == BF16 else (MEDIUM,):
+    for size in SIZES[dtype]:
         check(function, case(function, dtype=dtype, **size, B=2, T=200, **options))
         check(function, case(function, dtype=dtype, **size, lens=LENS['some empty, some of one step'], **options))
 

@@ -81,6 +81,18 @@ def test_what_keeps_wgmma(monkeypatch, capability, sound, given, kept):
 
 
 @pytest.mark.parametrize(
+    ('version', 'path', 'kept'), [((3, 6), None, True), ((3, 7), None, False), ((3, 6), 'ptxas', False)]
+)
+def test_what_no_card_has_shown(monkeypatch, version, path, kept):
+    monkeypatch.setattr(devices, 'capability_of', lambda device=None: (9, 0))
+    monkeypatch.setattr(assembler, 'is_sound', lambda: False)
+    monkeypatch.setattr(assembler, 'triton_version', lambda: version)
+    if path:
+        monkeypatch.setenv('TRITON_PTXAS_PATH', path)
+    assert assembler.keeps_wgmma(*tensors()) is kept
+
+
+@pytest.mark.parametrize(
     ('capability', 'sound', 'kept'),
     [((9, 0), True, True), ((8, 0), False, True), ((10, 0), False, True), (None, False, True), ((9, 0), False, False)],
 )

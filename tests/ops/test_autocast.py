@@ -7,6 +7,7 @@ from fla.ops.attn import parallel_attn
 from fla.ops.backends import trace, use_backend
 from fla.ops.common.reference import autocast_is_on
 from tests import bounds
+from tests.ops.delta_rules import FUNCTIONS, case, name_of
 
 
 def test_compiled_where_pytorch_cannot_trace_its_own_question(monkeypatch):
@@ -43,6 +44,57 @@ def test_a_step_of_training_with_attention_under_autocast(backend, value_dim, cu
         assert recorded.last_backend('attn.parallel_attn') == backend
         second = torch.autograd.grad(first[0].square().sum(), leaves) if backend == 'reference' else ()
         found.append([o, *first, *second])
+    for without, under in zip(*found, strict=True):
+        assert under.dtype == torch.float32
+        assert bounds.relative_rms(without.detach().double(), under.detach()) <= bounds.EXACT[torch.float32]
+
+
+def compiled_gradients(run, tensors, gradients):
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    results = torch.compile(run, fullgraph=True, backend='aot_eager')(*leaves)
+    return results, torch.autograd.grad(results, leaves, gradients)
+
+
+def functional_gradients(run, tensors, gradients):
+    results, pull = torch.func.vjp(run, *tensors)
+    return results, pull(gradients)
+
+
+@pytest.mark.parametrize('derive', [compiled_gradients, functional_gradients])
+@pytest.mark.parametrize('options', [{'T': 70}, {'T': 1, 'B': 2}, {'lens': [3, 0, 30]}], ids=str)
+@pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
+def test_whoever_derives_the_backward(function, options, derive):
+    """It is float32's, though nothing of this package runs in it."""
+    torch._dynamo.reset()
+    given = case(function, HV=2, **options)
+    tensors = tuple(given.tensors.values())
+
+    def run(*tensors):
+        return given.with_tensors(**dict(zip(given.tensors, tensors, strict=True))).call(function)
+
+    gradients = tuple(torch.randn_like(x) for x in run(*tensors))
+    found = []
+    for enabled in (False, True):
+        with torch.autocast('cpu', torch.bfloat16, enabled=enabled), trace() as recorded:
+            results, derived = derive(run, tensors, gradients)
+        if derive is functional_gradients:  # what runs in compiled code leaves no trace
+            assert {one.backend for one in recorded} == {'reference'}
+        found.append((*results, *derived))
+    for without, under in zip(*found, strict=True):
+        assert under.dtype == torch.float32
+        assert bounds.relative_rms(without.detach().double(), under.detach()) <= bounds.EXACT[torch.float32]
+
+
+@pytest.mark.parametrize('derive', [compiled_gradients, functional_gradients])
+@pytest.mark.parametrize('backend', ['reference', 'sdpa'])
+def test_whoever_derives_the_backward_of_attention(backend, derive):
+    torch._dynamo.reset()
+    tensors = tuple(torch.randn(1, 9, heads, dim) for heads, dim in ((4, 16), (2, 16), (2, 8)))
+    found = []
+    for enabled in (False, True):
+        with torch.autocast('cpu', torch.bfloat16, enabled=enabled), use_backend(backend, op='attn'):
+            results, derived = derive(lambda *x: (parallel_attn(*x),), tensors, (torch.ones(1, 9, 4, 8),))
+        found.append((*results, *derived))
     for without, under in zip(*found, strict=True):
         assert under.dtype == torch.float32
         assert bounds.relative_rms(without.detach().double(), under.detach()) <= bounds.EXACT[torch.float32]

@@ -79,7 +79,7 @@ def naive_parallel_attn(
         return one_by_one(attention, lengths, q, k, v, g)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     formula = functools.partial(_of_formula, scale, window_size, cu_seqlens)
-    return outside_autocast(formula, (q, k, v, g, sink_bias))[0]
+    return outside_autocast(formula, (q, k, v, g, sink_bias), v.dtype)[0]
 
 
 def _of_formula(

@@ -68,13 +68,14 @@ def _is_sound(path: str | None) -> bool:
 def keeps_wgmma(k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels of this call may use wgmma where there is one.
 
-    With bfloat16, K = V = 128 and Triton 3.6 a card has shown them right: those of the delta rules were held against float64
-    on an H200, and for sequences of one length on an H100, those of attention, in every case of its tests on a GPU, on an
-    H200.
+    With bfloat16, K = V = 128, Triton 3.6 and the assembler that it comes with a card has shown them right: those of the
+    delta rules were held against float64 on an H200, and for sequences of one length on an H100, those of attention on an
+    H200, in every case of its tests on a GPU.
     """
     if not _is_at_risk(k.device):
         return True
-    return k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128 and triton_version() == (3, 6)
+    shown = triton_version() == (3, 6) and os.environ.get('TRITON_PTXAS_PATH') is None
+    return shown and k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128
 
 
 @contextlib.contextmanager

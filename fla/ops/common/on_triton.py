@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import Verdict, runs_on_triton
+from fla.ops.backends.tensors import any_requires_grad, in_func_transform
 from fla.ops.common.triton_call import triton_version
-from fla.utils.devices import Device
+from fla.utils.devices import Device, capability_of
 
 
 class DeltaRuleOnTriton(runs_on_triton):
@@ -20,7 +21,30 @@ class ChunksOnTriton(DeltaRuleOnTriton):
     in bfloat16, and float32 with K = 256 takes more tensor memory than there is. Triton 3.9 compiles them."""
 
     def probe(self, device: Device) -> Verdict:
-        version = triton_version()
-        if device.platform == 'cuda' and (device.capability or (0, 0))[0] == 10 and version < (3, 9):
-            return False, f'needs Triton 3.9 on compute capability 10.x, has {".".join(map(str, version))}'
-        return True, None
+        missing = _missing(device.capability if device.platform == 'cuda' else None)
+        return missing is None, missing
+
+
+def _missing(capability: tuple[int, int] | None) -> str | None:
+    version = triton_version()
+    if (capability or (0, 0))[0] == 10 and version < (3, 9):
+        return f'needs Triton 3.9 on compute capability 10.x, has {".".join(map(str, version))}'
+    return None
+
+
+def recurrent_on_triton(q: torch.Tensor, *others: torch.Tensor | None) -> tuple[bool, str | None]:
+    """A verdict on `fused_recurrent_*` of these tensors. Its kernel has no gradient: where one is wanted chunks serve."""
+    if in_func_transform():
+        return False, 'torch.func cannot look into a Triton kernel'
+    if torch.is_grad_enabled() and any_requires_grad((q, *others)):
+        missing = _missing_on(q.device)
+        return missing is None, missing
+    return True, None
+
+
+def _missing_on(device: torch.device) -> str | None:
+    return _missing(capability_of(device))
+
+
+# of a device that is fixed while Dynamo traces
+_missing_on._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -59,17 +59,29 @@ def _has_autocast(device_type: str) -> bool:
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def outside_autocast(run: Callable[..., Tensors], tensors: tuple[torch.Tensor | None, ...]) -> Tensors:
-    """`run(*tensors)` in float32, forward and backward."""
+def outside_autocast(run: Callable[..., Tensors], tensors: tuple[torch.Tensor | None, ...], dtype: torch.dtype) -> Tensors:
+    """`run(*tensors)`, whose results have this dtype, as without autocast, forward and backward."""
     first = next(x for x in tensors if x is not None)
     if not autocast_is_on(first.device.type):
         return run(*tensors)
     with without_autocast(first.device):
-        differentiates = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-        if not differentiates or torch.compiler.is_compiling() or in_func_transform():
+        if in_func_transform():
+            return _in_float64(run, tensors, dtype)
+        if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
             return run(*tensors)
+        if torch.compiler.is_compiling():
+            return _in_float64(run, tensors, dtype)
         result: Tensors = _WithoutAutocast.apply(run, *tensors)  # type: ignore[no-untyped-call]
         return result
+
+
+def _in_float64(run: Callable[..., Tensors], tensors: tuple[torch.Tensor | None, ...], dtype: torch.dtype) -> Tensors:
+    """Autocast leaves float64 alone, in a backward too that somebody else derives."""
+    first = next(x for x in tensors if x is not None)
+    if first.device.type == 'mps':
+        return run(*tensors)
+    found = run(*(x if x is None else x.double() for x in tensors))
+    return tuple(x.to(dtype) for x in found)  # type: ignore[return-value]
 
 
 class _WithoutAutocast(torch.autograd.Function):
@@ -159,7 +171,7 @@ def delta_rule(
             return _packed(q, k, v, g, beta, state, cu_seqlens, chunk_size)
         return _equal(q, k, v, g, beta, state, chunk_size)
 
-    o, final, before = outside_autocast(run, tensors)
+    o, final, before = outside_autocast(run, tensors, v.dtype)
     if state_v_first:
         final, before = final.transpose(-1, -2), before.transpose(-1, -2)
     return Result(o.transpose(1, 2).to(dtype).contiguous(), final.contiguous(), before.contiguous() if states else None)
@@ -204,7 +216,7 @@ def _decode(
         after = torch.baddbmm(state, k.transpose(1, 2), update)
         return torch.bmm(q * scale, after), after, after
 
-    o, final, _ = outside_autocast(run, (q, k, v, g, beta, initial_state))
+    o, final, _ = outside_autocast(run, (q, k, v, g, beta, initial_state), wide(v).dtype)
     final = final.view(batch, value_heads, dim, value_dim)
     if state_v_first:
         final = final.transpose(-1, -2).contiguous()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import dispatch
-from fla.ops.backends.tensors import any_requires_grad, in_func_transform
-from fla.ops.common.on_triton import DeltaRuleOnTriton
+from fla.ops.backends.tensors import any_requires_grad
+from fla.ops.common.on_triton import DeltaRuleOnTriton, recurrent_on_triton
 from fla.ops.gated_delta_rule.checks import check_fused_recurrent
 
 
-def _has_gradient(
+def _on_triton(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -22,15 +22,13 @@ def _has_gradient(
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
 ) -> tuple[bool, str | None]:
-    if (gk is None and gv is None) or not torch.is_grad_enabled():
-        return True, None
-    # under a torch.func transform Dynamo says of no tensor that it requires grad
-    if in_func_transform() or any_requires_grad((q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)):
+    given = (q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)
+    if (gk is not None or gv is not None) and torch.is_grad_enabled() and any_requires_grad(given):
         return False, 'gk and gv have no gradient in Triton'
-    return True, None
+    return recurrent_on_triton(*given)
 
 
-@dispatch('gated_delta_rule', check=check_fused_recurrent, default_verifier=(DeltaRuleOnTriton, _has_gradient))
+@dispatch('gated_delta_rule', check=check_fused_recurrent, default_verifier=(DeltaRuleOnTriton, _on_triton))
 def fused_recurrent_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -5,11 +5,24 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import dispatch
-from fla.ops.common.on_triton import DeltaRuleOnTriton
+from fla.ops.common.on_triton import DeltaRuleOnTriton, recurrent_on_triton
 from fla.ops.kda.checks import check_fused_recurrent
 
 
-@dispatch('kda', check=check_fused_recurrent, default_verifier=DeltaRuleOnTriton)
+def _on_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+) -> tuple[bool, str | None]:
+    return recurrent_on_triton(q, k, v, g, beta, initial_state, A_log, dt_bias)
+
+
+@dispatch('kda', check=check_fused_recurrent, default_verifier=(DeltaRuleOnTriton, _on_triton))
 def fused_recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,

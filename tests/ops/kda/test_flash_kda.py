@@ -337,6 +337,17 @@ def test_numbers(package, name):
         assert call['cu'].tolist() == arguments['cu_seqlens'].tolist()
 
 
+@pytest.mark.parametrize('ends', [[0, 4, 2, 6], [0, -1, 3, 900]], ids=str)
+def test_bad_lengths_stay_within_the_steps(package, ends):
+    """The kernel trusts them."""
+    arguments = case(lens=[1, 2, 3], cu_seqlens=torch.tensor(ends, dtype=torch.int32))
+    given = {key: value for key, value in arguments.items() if key not in FLAGS}
+    given |= {'initial_state': None, 'scale': 1.0, 'lower_bound': -5.0, 'output_final_state': False}
+    flash_kda._forward(**given, v_first=False)
+    found = package.calls[0]['cu'].tolist()
+    assert (found, found[0], found[-1]) == (sorted(found), 0, 6)
+
+
 def test_strided_and_misplaced(package):
     arguments = case(T=6)
     given = {key: value for key, value in arguments.items() if key not in FLAGS}

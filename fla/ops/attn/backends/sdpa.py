@@ -87,7 +87,7 @@ class SDPABackend(BaseBackend):
         attend = partial(_attend, attn_mask=seen, is_causal=causal, scale=scale, enable_gqa=grouped)
         if not q.is_cuda and q.shape[3] != v.shape[3]:
             # of PyTorch's `math`, the backward is products too
-            return outside_autocast(attend, (q, k, v))[0]
+            return outside_autocast(attend, (q, k, v), v.dtype)[0]
         with without_autocast(q.device):
             return attend(q, k, v)[0]
 

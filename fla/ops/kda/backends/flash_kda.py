@@ -10,7 +10,7 @@ from fla.ops.backends import BaseBackend
 from fla.ops.backends.backend import Verdict
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.triton_call import on_device_of
-from fla.ops.common.vendor import for_tma, smallest_call
+from fla.ops.common.vendor import for_tma, ordered, smallest_call
 from fla.utils.devices import Device
 
 DIM = 128  # K and V
@@ -46,8 +46,7 @@ def _forward(
         if output_final_state:
             final = q.new_empty((_count(q, cu_seqlens), heads, DIM, DIM), dtype=torch.float32)
         if cu_seqlens is not None:
-            # int64 for the kernel, which trusts them
-            ends = cu_seqlens.long().clamp(0, q.shape[1])
+            ends = ordered(cu_seqlens, q.shape[1]).long()
         flash_kda.fwd(
             for_tma(q),
             for_tma(k),
