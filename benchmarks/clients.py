@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -61,7 +62,7 @@ def measure(name: str, repetitions: int) -> dict[str, float]:
 
     return {
         'prefill': quickest(prefill, repetitions),
-        'decode': quickest(decode, repetitions) / steps,
+        'decode': quickest(decode, 5 * repetitions) / steps,
         'training step': quickest(step, repetitions),
     }
 
@@ -80,7 +81,7 @@ def child(with_fla: bool, repetitions: int) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0]).parse_args()
-    rounds, repetitions = (1, 1) if arguments.quick else (2, 4)
+    rounds, repetitions = (1, 1) if arguments.quick else (4, 4)
     runs: dict[bool, list[dict[str, dict[str, float]]]] = {True: [], False: []}
     for _ in range(rounds):
         for with_fla in (True, False):
@@ -96,7 +97,8 @@ def main() -> None:
         ours, theirs = row['fla'], row['transformers']
         cells.append([row['model'], row['phase'], row['unit'], f'{ours:.2f}', f'{theirs:.2f}', f'{theirs / ours:.2f}x'])
     print(table(['model', 'phase', 'unit', 'fla', 'transformers alone', 'faster'], cells, 'CPU time, one core'))
-    write_json(arguments.json, {'benchmark': 'clients', 'command': command(), 'machine': machine(), 'rows': rows})
+    where = {**machine(), 'transformers': metadata.version('transformers')}
+    write_json(arguments.json, {'benchmark': 'clients', 'command': command(), 'machine': where, 'rows': rows})
 
 
 if __name__ == '__main__':

@@ -266,6 +266,63 @@ def _bandwidth(row: Result, name: str) -> list[str]:
     return [f'{ms:.3f}' if ms >= 0.1 else f'{ms:.4f}', *moved]
 
 
+def vendors(results: list[Result]) -> str:
+    """Errors and times of the vendors' kernels of the delta rules on GPUs."""
+    return '\n\n'.join(_vendors(result) for result in results) or _nothing('benchmarks/vendors.py')
+
+
+def _vendors(result: Result) -> str:
+    versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items() if version)
+    errors = []
+    for name, case in result['cases'].items():
+        if 'errors' not in case:
+            errors.append([name, '', '', '', case.get('refused', 'failed')])
+            continue
+        worst = max(case['errors'], key=lambda what: case['errors'][what][0] / case['errors'][what][2])
+        error = [f'{number:.1e}' for number in case['errors'][worst]]
+        others = ', '.join(f'{what} {text}' for what, text in {'bits': case['same_bits'], **case['others']}.items())
+        errors.append(
+            [f'{name}: {worst}', *error, others.replace('bits True', 'same bits').replace('bits False', 'other bits')]
+        )
+    times = [
+        [
+            row['op'],
+            ', '.join(map(str, row['shape'])),
+            'in the kernel' if row['l2norm'] else '',
+            row['backend'],
+            *_times(row)[:3],
+        ]
+        for row in result['times']
+    ]
+    parts = [
+        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, {versions}. Of each case the result nearest '
+        'to its bound, and what comes of a second call, of compiled code, and of a captured graph.',
+        table(['case and result', 'vendor', 'default', 'bound', ''], errors),
+        table(['', 'B, T, H', 'norms', 'backend', 'forward ms', 'with backward ms', 'peak MiB'], times),
+    ]
+    return '\n\n'.join(parts[: 3 if times else 2])
+
+
+def gpu_tests(results: list[Result]) -> str:
+    """What the tests came to on GPUs."""
+    return '\n\n'.join(_gpu_tests(result) for result in results) or (
+        'There is no result in `benchmarks/results/` yet: see `tests/gpu_report.py`.'
+    )
+
+
+def _gpu_tests(result: Result) -> str:
+    versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items())
+    rows = []
+    for row in result['rows']:
+        skips = '; '.join(f'{reason} ({count})' for reason, count in row.get('skips', {}).items())
+        rows.append([f'`{row["file"]}`', *(row.get(name, 0) for name in ('passed', 'failed', 'skipped')), skips])
+    cards = ', '.join(result['cards'])
+    return (
+        f'`{result["command"]}` on {cards}, {result["cores"]} cores, {versions}, at {result["commit"]}.{_note(result)}\n\n'
+        + table(['', 'passed', 'failed', 'skipped', 'why'], rows)
+    )
+
+
 def _times(row: Result) -> list[str]:
     peak = next((f'{row[key]:.0f}' for key in ('both_peak_mib', 'forward_peak_mib') if key in row), '')
     error = f'{max(row["errors"].values()):.1e}' if 'errors' in row else ''
@@ -312,6 +369,8 @@ PARTS: dict[str, tuple[str | None, Callable[..., str]]] = {
     'modules': ('modules', modules),
     'attention': ('attention', attention),
     'qwen3-next': ('qwen3_next', qwen3_next),
+    'vendors': ('vendors', vendors),
+    'gpu-tests': ('gpu_tests', gpu_tests),
 }
 
 

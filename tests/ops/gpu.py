@@ -11,8 +11,9 @@ import tempfile
 import pytest
 import torch
 
+from tests import bounds
 from tests.markdown import ROOT
-from tests.ops.delta_rules import FLAGS, RAW, case, name_of, strided
+from tests.ops.delta_rules import FLAGS, RAW, case, measure, name_of, strided
 from tests.ops.kernels import (
     BF16,
     EVERYTHING,
@@ -43,6 +44,12 @@ FLAG_SETS = [
     {**FLAGS, 'allow_neg_eigval': True},
     EVERYTHING,
 ]
+
+
+def every_place_of_nan(test):
+    test = pytest.mark.parametrize('lens', [None, [30, 70, 0, 20]], ids=['equal', 'packed'])(test)
+    return pytest.mark.parametrize('name', ['q', 'k', 'v', 'beta', 'initial_state'])(test)
+
 
 every_dtype = pytest.mark.parametrize('dtype', [BF16, FP16, FP32], ids=['bf16', 'fp16', 'fp32'])
 every_size = pytest.mark.parametrize(
@@ -105,6 +112,41 @@ def strided_inputs(function) -> None:
         given = case(function, dtype=BF16, **MEDIUM, **options)
         check(function, strided(given))
         assert_same(everything(function, given), everything(function, strided(given)))
+
+
+def nan_passes_through(function, lens, name, device) -> None:
+    """To all that depends on it, and not to another sequence."""
+    given = case(function, K=16, V=16, H=2, HV=2, B=1 if lens else 2, T=100, lens=lens, device=device)
+    tensors = {one: x.clone() for one, x in given.tensors.items()}
+    row, start, end, hit = (0, 30, 100, 50) if lens else (1, 0, 100, 20)  # of the second sequence
+    tensors[name][(1, 0, 0) if name == 'initial_state' else (row, hit, 0)] = torch.nan
+    with torch.no_grad():
+        o, final = call(function, given.with_tensors(**tensors))
+    first, last = (start, end) if name == 'initial_state' else (hit, hit + 1 if name == 'q' else end)
+    nan = o.isnan()
+    assert nan[row, first:last, 0].all()
+    nan[row, start:end, 0] = False  # a chunk may spread it to what is before
+    assert not nan.any()
+    assert final[1, 0].isnan().any() == (name != 'q')
+    final[1, 0] = 0.0
+    assert not final.isnan().any()
+
+
+def same_bits_of_other_kernels(function) -> None:
+    """Of other dtypes, of wide heads, and of steps."""
+    for options in ({'dtype': FP32, **MEDIUM, 'T': 200}, {'dtype': FP16, **LARGE, 'K': 256, 'V': 256, 'lens': [70, 0, 130]}):
+        given = case(function, **options, **EVERYTHING)
+        assert_same(everything(function, given), everything(function, given))
+
+
+def reference_on_a_gpu(function, dtype) -> None:
+    """The backend that a CPU gets, also under autocast."""
+    given = case(function, dtype=dtype, **MEDIUM, lens=[3, 0, 130], **EVERYTHING)
+    for autocast in (False, True):
+        with torch.autocast('cuda', BF16, enabled=autocast):
+            found = measure(given, lambda tensors: call(function, given.with_tensors(**tensors), 'reference'))
+        wrong = {name: rms for name, (rms, _, result) in found.items() if not rms <= bounds.of_reference(result)[0]}
+        assert not wrong, autocast
 
 
 def same_bits_twice(function, but=(), **more) -> None:

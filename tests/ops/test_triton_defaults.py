@@ -8,6 +8,7 @@ from fla.ops.backends import default_dispatcher, explain, trace
 from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 from fla.ops.kda import fused_recurrent_kda
 from tests import bounds
+from tests.ops import gpu
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, KDA, case, measure, name_of
 from tests.ops.kernels import BF16, EVERYTHING, FP32, call, operation
 from tests.ops.vendors import B200, H100, fakes, pretend
@@ -87,25 +88,10 @@ def test_steps_under_torch_func(function, transform):
 
 
 @interpreted
-@pytest.mark.parametrize('name', ['q', 'k', 'v', 'beta', 'initial_state'])
-@pytest.mark.parametrize('lens', [None, [30, 70, 0, 20]], ids=['equal', 'packed'])
+@gpu.every_place_of_nan
 @pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
 def test_nan_passes_through(function, lens, name):
-    """To all that depends on it, and not to another sequence."""
-    given = case(function, K=16, V=16, H=2, HV=2, B=1 if lens else 2, T=100, lens=lens)
-    tensors = {one: x.clone() for one, x in given.tensors.items()}
-    row, start, end, hit = (0, 30, 100, 50) if lens else (1, 0, 100, 20)  # of the second sequence
-    tensors[name][(1, 0, 0) if name == 'initial_state' else (row, hit, 0)] = torch.nan
-    with torch.no_grad():
-        o, final = call(function, given.with_tensors(**tensors))
-    first, last = (start, end) if name == 'initial_state' else (hit, hit + 1 if name == 'q' else end)
-    nan = o.isnan()
-    assert nan[row, first:last, 0].all()
-    nan[row, start:end, 0] = False  # a chunk may spread it to what is before, and the state's row k to all
-    assert not nan.any()
-    assert final[1, 0].isnan().any() == (name != 'q')
-    final[1, 0] = 0.0
-    assert not final.isnan().any()
+    gpu.nan_passes_through(function, lens, name, 'cpu')
 
 
 @interpreted

@@ -59,3 +59,20 @@ def test_same_bits_on_a_full_gpu():
 
 def test_without_dispatch():
     gpu.without_dispatch(CHUNK)
+
+
+@gpu.every_place_of_nan
+@pytest.mark.parametrize('function', [CHUNK, RECURRENT], ids=['chunk', 'recurrent'])
+def test_nan_passes_through(function, lens, name):
+    gpu.nan_passes_through(function, lens, name, 'cuda')
+
+
+@pytest.mark.parametrize('function', [CHUNK, RECURRENT], ids=['chunk', 'recurrent'])
+def test_same_bits_of_other_kernels(function):
+    gpu.same_bits_of_other_kernels(function)
+
+
+@gpu.every_dtype
+@pytest.mark.parametrize('function', [CHUNK, RECURRENT], ids=['chunk', 'recurrent'])
+def test_the_reference(function, dtype):
+    gpu.reference_on_a_gpu(function, dtype)
