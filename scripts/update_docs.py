@@ -295,8 +295,8 @@ def _vendors(result: Result) -> str:
         for row in result['times']
     ]
     parts = [
-        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, {versions}. Of each case the result nearest '
-        'to its bound, and what comes of a second call, of compiled code, and of a captured graph.',
+        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, {versions}. Of each case the result '
+        'nearest to its bound, and what comes of a second call, of compiled code, and of a captured graph.',
         table(['case and result', 'vendor', 'default', 'bound', ''], errors),
         table(['', 'B, T, H', 'norms', 'backend', 'forward ms', 'with backward ms', 'peak MiB'], times),
     ]
