@@ -167,12 +167,27 @@ def _accuracy(result: Result) -> str:
         for case, backends in found.items()
     ]
     who = ' / '.join(dict.fromkeys(row['backend'] for row in result['rows']))
+    pairs = [
+        (ours[name] / theirs[name], f'{name} of {case[0]} in {case[1]} at {case[2]}')
+        for case, backends in found.items()
+        if len(backends) == 2
+        for ours, theirs in zip(*backends.values(), strict=True)
+        for name in names
+    ]
+    ratios = sorted(ratio for ratio, _ in pairs)
+    single = ''
+    if ratios:
+        single = (
+            f' Of single inputs, {len(ratios)} errors, the first is {ratios[0]:.2f} to {ratios[-1]:.2f} times the second, '
+            f'{ratios[len(ratios) // 2]:.2f} in the median, and above 1.1 times in {sum(ratio > 1.1 for ratio in ratios)}: '
+            f'{", ".join(f"{name} ({ratio:.2f})" for ratio, name in sorted(pairs) if ratio > 1.1)}.'
+        )
     versions, shape = result['versions'], ', '.join(map(str, result['shape']))
     peer = ''.join(f', {name} {versions[name]}' for name in versions if name in who)
     return '\n\n'.join(
         [
             f'`{result["command"]}`, in the interpreter of Triton {versions["triton"]}, torch {versions["torch"]}{peer}: '
-            f'B, T, H, K = V of {shape}; relative RMS in thousandths, {who}.',
+            f'B, T, H, K = V of {shape}; relative RMS in thousandths, {who}, means of inputs from several seeds.{single}',
             table(['', 'dtype', 'gates', *names], rows),
         ]
     )

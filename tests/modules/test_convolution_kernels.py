@@ -194,6 +194,18 @@ def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
 
 
 @pytest.mark.interpreted
+def test_a_last_state_is_of_its_sequence(monkeypatch):
+    """Also where steps follow that are in none, as padding is."""
+    import fla.ops.common.checks as checks
+
+    monkeypatch.setattr(checks, 'readable', lambda lens: False)  # as for lengths on a device
+    x = tensor(1, 40, 3, dtype=torch.float32).requires_grad_()
+    _, final = on_triton(causal_conv1d, x, torch.randn(3, 4), None, None, None, True, 'silu', torch.tensor([0, 2, 35]))
+    (dx,) = torch.autograd.grad(final.sum(), x)
+    assert dx[0, :, 0].nonzero().flatten().tolist() == [0, 1, 31, 32, 33, 34]
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize('dtype', KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize(('layout', 'width'), [('n', 1), ('batch', 2), ('packed', 4), ('n', 7)])
 def test_update(dtype, layout, width):

@@ -1,5 +1,6 @@
 """The chunked delta rules in half precision have at most 1.1 times the errors of flash-linear-attention 0.6.0 on the same
-inputs: what `benchmarks/accuracy.py` has found, and our kernels of now in some of its cases."""
+inputs: what `benchmarks/accuracy.py` has found, and our kernels of now in some of its cases. Means of three seeds are
+compared: of a single input both errors are left to chance, that of dg in float16 by a factor of 0.3 to 1.3."""
 
 import importlib
 import json

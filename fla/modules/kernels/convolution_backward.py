@@ -55,9 +55,9 @@ def _step(now, g, column, offset, window, unfinished, W: tl.constexpr, SILU: tl.
 def _store(row, dfinal, ended, t, ends, mask, d, f_d, f_w, W: tl.constexpr, HAS_DFINAL: tl.constexpr):
     """The gradient of step t, in its row, of a sequence that ends before step `ends`."""
     if HAS_DFINAL:
-        last = W - (ends - t)
-        place = dfinal + tl.cast(tl.maximum(last, 0), tl.int64) * f_w + d.to(tl.int64) * f_d
-        ended += tl.load(place, mask=mask & (tl.zeros_like(d) + last >= 0), other=0.0).to(tl.float32)
+        last = tl.zeros_like(d) + (W - (ends - t))
+        place = dfinal + last.to(tl.int64) * f_w + d.to(tl.int64) * f_d
+        ended += tl.load(place, mask=mask & (last >= 0) & (last < W), other=0.0).to(tl.float32)
     tl.store(row + d, ended.to(row.dtype.element_ty), mask=mask)
 
 
@@ -115,12 +115,13 @@ def _walk(
     while t < stop:
         n = b
         start = 0
+        own_ends = T
         ends = T
         if PACKED:
             n = tl.max(sequence_of(t + tl.zeros([1], tl.int32), cu_seqlens, N, levels)).to(tl.int64)
             start = _bound(cu_seqlens, n, T, True)
-            ends = _bound(cu_seqlens, n + 1, T, True)
-            ends = tl.where(ends > t, ends, stop)  # whatever the lengths, there is an end to this
+            own_ends = _bound(cu_seqlens, n + 1, T, True)
+            ends = tl.where(own_ends > t, own_ends, stop)  # whatever the lengths, there is an end to this
         end = tl.minimum(ends, stop)
         window = ()
         unfinished = ()
@@ -163,7 +164,7 @@ def _walk(
                 if HAS_BIAS:
                     dbias += g
                 of = row + i - (W - 1)
-                _store(dx_row, final, ended, of, ends, inside & (same + of >= t), d, f_d, f_w, W, HAS_DFINAL)
+                _store(dx_row, final, ended, of, own_ends, inside & (same + of >= t), d, f_d, f_w, W, HAS_DFINAL)
                 dx_row += D
         # the rest, and W - 1 more
         from_here = t + blocks * AT_ONCE
@@ -184,7 +185,7 @@ def _walk(
                     dbias += tl.where(same + row < end, g, 0.0)
                 of = row - (W - 1)
                 mask = inside & (same + of >= t) & (same + of < end)
-                _store(dx_row, final, ended, of, ends, mask, d, f_d, f_w, W, HAS_DFINAL)
+                _store(dx_row, final, ended, of, own_ends, mask, d, f_d, f_w, W, HAS_DFINAL)
                 x_row += x_t
                 dy_row += dy_t
                 dx_row += D
