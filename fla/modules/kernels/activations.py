@@ -17,6 +17,7 @@ from fla.modules.kernels.rows import rows
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.reference import without_autocast
 from fla.ops.common.triton_call import DEVICES, on_device_of
+from fla.utils.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -78,9 +79,9 @@ def _backward(
 def _tile(count: int, D: int, itemsize: int) -> tuple[int, int, tuple[int]]:
     """Rows and columns of a program, and the grid: 4 KiB of each tensor, so 32 bytes of each a thread of four warps."""
     numbers = 4096 // itemsize
-    block = min(triton.next_power_of_2(D), numbers)
-    block_rows = min(numbers // block, triton.next_power_of_2(count))
-    return block_rows, block, (triton.cdiv(count, block_rows) * triton.cdiv(D, block),)
+    block = min(next_power_of_2(D), numbers)
+    block_rows = min(numbers // block, next_power_of_2(count))
+    return block_rows, block, (cdiv(count, block_rows) * cdiv(D, block),)
 
 
 def _launch_forward(x: torch.Tensor, y: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

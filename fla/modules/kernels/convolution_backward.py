@@ -17,6 +17,7 @@ import triton.language as tl
 from fla.modules.kernels.convolution_common import _bound, _columns, _dense, _root, _strides
 from fla.ops.common.kernels.layout import sequence_of
 from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
+from fla.utils.sizes import next_power_of_2
 
 # Chosen for W = 4 by the registers that they take, as no card has run them yet.
 RUNS = (32, 128)  # of few, and of many numbers: steps of a program
@@ -465,7 +466,7 @@ def launch_backward(
     columns = W + (bias is not None)
     partial = torch.empty((batch * tiles, columns, D), dtype=torch.float32, device=x.device)
     channels = 32 * WIDTH // x.element_size() // (1 if W <= 4 else 2)  # for as many registers
-    block = min(triton.next_power_of_2(max(D, 1)), channels)
+    block = min(next_power_of_2(max(D, 1)), channels)
     programs = batch * (tiles + extra) * -(-D // block)
     with on_device_of(x):
         if programs:

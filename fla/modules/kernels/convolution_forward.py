@@ -15,6 +15,7 @@ import triton.language as tl
 from fla.modules.kernels.convolution_common import _activated, _bound, _columns, _dense, _strides
 from fla.ops.common.kernels.layout import sequence_of
 from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
+from fla.utils.sizes import next_power_of_2
 
 # Measured on an H200 with bfloat16 and W = 4.
 RUNS, WIDTHS = (8, 64), (8, 16)  # of few, and of many numbers: steps of a program, bytes a thread has of each
@@ -336,7 +337,7 @@ def launch_forward(
     many = batch * length * D > MANY_NUMBERS
     run, width = RUNS[many], WIDTHS[many]
     channels = 32 * width // x.element_size() // (1 if W <= 4 else 2)  # for as many registers
-    block = min(triton.next_power_of_2(max(D, 1)), channels)
+    block = min(next_power_of_2(max(D, 1)), channels)
     tiles, extra = -(-length // run), 0
     if final is not None:
         extra = 1 if cu_seqlens is None else count
@@ -349,7 +350,7 @@ def launch_forward(
                 *(*_strides(x, 2), *_strides(residual, 2), *weight.stride(), *_strides(bias, 1)),
                 *_strides(initial_state, 3),
                 *(W, silu, bias is not None, residual is not None, initial_state is not None, cu_seqlens is not None),
-                *(_dense(weight), run, block, triton.next_power_of_2(W), AT_ONCE),
+                *(_dense(weight), run, block, next_power_of_2(W), AT_ONCE),
                 num_warps=1,
             )
     return y, final

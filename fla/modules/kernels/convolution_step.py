@@ -10,6 +10,7 @@ import triton.language as tl
 
 from fla.modules.kernels.convolution_common import _activated, _columns, _dense, _store_columns, _strides
 from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
+from fla.utils.sizes import next_power_of_2
 
 # Measured on an H200 with bfloat16 and W = 4.
 UPDATE_ROWS, UPDATE_WARPS = (1, 4), 2  # sequences of a program, of few, and of many numbers
@@ -102,7 +103,7 @@ def launch_update(
     count = cache.shape[0]
     # of as many channels as 16 bytes of the cache hold, so that each thread keeps to its own
     channels = 32 * UPDATE_WARPS * max(16 // (W * stored.element_size()), 1)
-    block = min(triton.next_power_of_2(max(D, 1)), channels)
+    block = min(next_power_of_2(max(D, 1)), channels)
     rows = UPDATE_ROWS[count * D > 4 * MANY * channels]
     programs = -(-count // rows) * -(-D // block)
     if programs:

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from fla.ops.common.kernels.gates import exp32
 from fla.ops.common.triton_call import on_device_of
+from fla.utils.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -288,7 +289,7 @@ def _forward_tile(logits: torch.Tensor, capped: bool) -> tuple[int, int, int, st
     aligned, few = _aligned(logits), count <= _FEW_ROWS
     # what one load brings: neighbours lie in one thread
     width = 16 // logits.element_size() if aligned else 1
-    pieces = triton.next_power_of_2(triton.cdiv(V, width))
+    pieces = next_power_of_2(cdiv(V, width))
     threads = max(32, min(128, pieces))
     most = 64 if aligned and not few and not capped else 32
     # the tile of few rows was measured with 'evict_first' alone, from a cold cache
@@ -299,7 +300,7 @@ def _backward_tile(logits: torch.Tensor, dlogits: torch.Tensor, capped: bool) ->
     """BLOCK."""
     count, V = logits.shape
     aligned, few = V % 16 == 0 and _aligned(logits) and _aligned(dlogits), count <= _FEW_ROWS
-    block: int = min(triton.next_power_of_2(V), 8192 if aligned and not few and not capped else 2048)
+    block: int = min(next_power_of_2(V), 8192 if aligned and not few and not capped else 2048)
     return block
 
 
@@ -345,7 +346,7 @@ def launch_backward(
         return
     capped = options.logit_softcapping != 0
     block = _backward_tile(logits, dlogits, capped)
-    grid: tuple[Any, ...] = (count, triton.cdiv(V, block))
+    grid: tuple[Any, ...] = (count, cdiv(V, block))
     with on_device_of(logits):
         _backward[grid](
             *(logits, target, maximum, log_sum, dlosses, dlogits, logits.stride(0), dlogits.stride(0)),
@@ -376,5 +377,5 @@ def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
     if x.numel():
         with on_device_of(x):
-            _scaled[(triton.cdiv(x.numel(), 4096),)](x, factor, y, x.numel(), 4096)
+            _scaled[(cdiv(x.numel(), 4096),)](x, factor, y, x.numel(), 4096)
     return y

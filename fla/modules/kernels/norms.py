@@ -19,6 +19,7 @@ import triton.language as tl
 
 from fla.modules.kernels.rows import rows
 from fla.utils.devices import check_shared_mem, multiprocessors_of
+from fla.utils.sizes import next_power_of_2
 
 # Elements of the longest row that stays in registers: forward, backward.
 IN_REGISTERS = (32768, 8192)
@@ -520,7 +521,7 @@ def _forward_rule(
         return _Tiles(4096 if D == 8192 else 8192, 16)
     if groups % 2 == 0 and D <= 256 and D % 8 == 0 and not gated:
         # side by side rows are up to as wide as what threads load at once, so that weight and bias lie in them as x does
-        BD = 1 << (D - 1).bit_length()
+        BD = next_power_of_2(D)
         side = min(groups & -groups, 2048 // BD)
         return _Forward(BD, 8192 // (side * BD), 8, side, AHEAD=True)
     if kind == 'l2' and D <= 512:
@@ -557,7 +558,7 @@ def _backward_rule(D: int, gated: bool, sums: bool) -> _Rule:
 @functools.cache
 def _tile(D: int, elements: int, per_thread: int) -> tuple[int, int, int]:
     """Elements of a row, rows, and warps of a program of at least so many elements, so many for each thread."""
-    BD = 1 << (D - 1).bit_length()  # triton.next_power_of_2 takes 4 us
+    BD = next_power_of_2(D)
     ROWS = max(1, elements // BD)
     return BD, ROWS, min(32, ROWS * BD // (32 * per_thread))
 

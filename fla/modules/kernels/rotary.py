@@ -15,6 +15,7 @@ import triton.language as tl
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.kernels.layout import sequence_of
 from fla.ops.common.triton_call import DEVICES, as_stored, on_device_of
+from fla.utils.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -159,13 +160,13 @@ def _launch(
     if cu_seqlens is not None and count == 0:
         # only where lengths are wrong are there steps without a sequence
         cu_seqlens = offsets = None
-    block_half = triton.next_power_of_2(max(half, 1))
-    block_rest = triton.next_power_of_2(max(rest, 1))
+    block_half = next_power_of_2(max(half, 1))
+    block_rest = next_power_of_2(max(rest, 1))
     # 4 KiB of x: 32 bytes a thread of four warps
     rows = max(1, 4096 // (x.element_size() * max(2 * block_half, block_rest)))
     warps = min(max(2 * block_half, block_rest) * rows // 512, 16) if rows == 1 else 4
     with on_device_of(x):
-        _rotate[(triton.cdiv(B * T * H, rows),)](
+        _rotate[(cdiv(B * T * H, rows),)](
             *(x, y, cos, sin, offsets, cu_seqlens, B * T * H, T, H, _reciprocal(T), _reciprocal(H)),
             *(offset, count, count.bit_length(), cos.shape[0]),
             *(*x.stride(), *y.stride(), cos.stride(0), sin.stride(0)),

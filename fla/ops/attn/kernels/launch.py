@@ -7,7 +7,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-import triton
 
 from fla.ops.attn.kernels.backward import of_keys, of_queries
 from fla.ops.attn.kernels.common import decay_gradient, decay_sums
@@ -17,6 +16,7 @@ from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import layout_of
 from fla.ops.common.triton_call import as_stored, in_near_rows
 from fla.utils.devices import capability_of, shared_memory_of
+from fla.utils.sizes import next_power_of_2
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -187,7 +187,7 @@ def _few(q: torch.Tensor) -> bool:
 
 
 def _block(dim: int) -> int:
-    size: int = triton.next_power_of_2(max(dim, 16))
+    size: int = next_power_of_2(max(dim, 16))
     return size
 
 

@@ -10,6 +10,7 @@ from triton.compiler import CompiledKernel
 from fla.ops.common.compile_ahead import refuse_in_capture
 from fla.ops.common.kernels.recurrent import recurrent
 from fla.ops.common.triton_call import as_stored, flat, on_device_of
+from fla.utils.sizes import next_power_of_2
 
 _NONE = (0, 0, 0)
 # places among the kernel's tensors
@@ -61,7 +62,7 @@ def decode(
             final = v.new_empty((count, value_heads, *dims), dtype=torch.float32)
     if count == 0 or value_heads == 0:
         return o, final
-    block_k = _power_of_2(dim)
+    block_k = next_power_of_2(dim)
     block_v = _value_block(count * value_heads, value_dim, block_k)
     programs = count * value_heads * -(-value_dim // block_v)
     tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, o, final, cu_seqlens)
@@ -126,12 +127,7 @@ def _options(constants: tuple[Any, ...]) -> dict[str, int]:
 def _value_block(programs: int, value_dim: int, block_k: int) -> int:
     """Few heads: narrow blocks, so that every multiprocessor has work; many: 32 columns, whole cache lines."""
     most = max(8, min(32, 8192 // block_k))
-    return min(_power_of_2(value_dim), 8 if programs <= 64 else most)
-
-
-def _power_of_2(size: int) -> int:
-    """The least that is not smaller. Triton's own, which its kernels can call too, costs 2 µs."""
-    return 1 << (size - 1).bit_length()
+    return min(next_power_of_2(value_dim), 8 if programs <= 64 else most)
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

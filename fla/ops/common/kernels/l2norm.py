@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fla.utils.sizes import cdiv, next_power_of_2
+
 ROWS = 16  # of a program
 
 
@@ -39,7 +41,7 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
     K = x.shape[-1]
     count = x.numel() // K
-    _forward[(triton.cdiv(count, ROWS),)](x, y, count, K, triton.next_power_of_2(K), ROWS)
+    _forward[(cdiv(count, ROWS),)](x, y, count, K, next_power_of_2(K), ROWS)
     return y
 
 
@@ -48,5 +50,5 @@ def normalized_backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     dx = torch.empty_like(x)
     K = x.shape[-1]
     count = x.numel() // K
-    _backward[(triton.cdiv(count, ROWS),)](x, dy, dx, count, K, triton.next_power_of_2(K), ROWS)
+    _backward[(cdiv(count, ROWS),)](x, dy, dx, count, K, next_power_of_2(K), ROWS)
     return dx

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fla.utils.sizes import cdiv
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -44,9 +46,9 @@ class Layout:
 def layout_of(batch: int, length: int, size: int, cu_seqlens: torch.Tensor | None) -> Layout:
     """The layout of a call: T steps in chunks of `size`."""
     if cu_seqlens is None:
-        return Layout(size, batch, batch * triton.cdiv(length, size), None, None, None)
+        return Layout(size, batch, batch * cdiv(length, size), None, None, None)
     count = cu_seqlens.shape[0] - 1
-    rows = triton.cdiv(length, size) + count
+    rows = cdiv(length, size) + count
     table = torch.empty(rows, 2, dtype=torch.int32, device=cu_seqlens.device)
     offsets = torch.empty(count + 1, dtype=torch.int32, device=cu_seqlens.device)
     _fill_table[(count + 1,)](cu_seqlens, table, offsets, length, count, rows, SIZE=size, BLOCK=256)

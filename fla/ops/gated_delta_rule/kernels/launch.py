@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from fla.ops.common.assembler import launch_options
 from fla.ops.common.compile_ahead import collecting, compiled_together, kind_of_step, launch
@@ -25,6 +24,7 @@ from fla.ops.gated_delta_rule.kernels.states import states_forward
 from fla.ops.gated_delta_rule.kernels.states_backward import states_backward
 from fla.ops.gated_delta_rule.kernels.turns import programs_of, turns_of
 from fla.utils.devices import capability_of, multiprocessors_of, shared_memory_of
+from fla.utils.sizes import cdiv, next_power_of_2
 
 CHUNK = 64
 
@@ -134,7 +134,7 @@ def chunk_forward(
         *(options, output_final_state, common, rule),
     )
     if attend is None:
-        launch(outputs, (triton.cdiv(dim_v, rule.output_block_v) * chunks,))(
+        launch(outputs, (cdiv(dim_v, rule.output_block_v) * chunks,))(
             *(q, k, v_new, G, rk, h, o, cu_seqlens, layout.table, options.scale, length),
             *(*q.stride()[:3], *k.stride()[:3]),
             **common,
@@ -207,7 +207,7 @@ def chunk_backward(
     dh = torch.empty_like(h)
     d_initial = None if initial_state is None else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     d_final = None if d_final is None else d_final.contiguous()
-    blocks, sequences = triton.cdiv(dim_v, rule.backward_block_v), layout.count * heads
+    blocks, sequences = cdiv(dim_v, rule.backward_block_v), layout.count * heads
     turns = rule.turns(v, layout.packed)
     carried = None if turns == 1 else _empty(k, sequences, dim_k, dim_v, dtype=torch.float32)
     for turn in range(1 if collecting() else turns):
@@ -228,7 +228,7 @@ def chunk_backward(
         )
     # `states_backward` was the last to read the scores
     from_q, from_k = attend, torch.empty_like(inverse)
-    shares = 1 + triton.cdiv(dim_k, rule.block_k)
+    shares = 1 + cdiv(dim_k, rule.block_k)
     d_G, d_beta = (_empty(q, shares, batch, length, heads, dtype=torch.float32) for _ in range(2))
     launch(within, (chunks,))(
         *(q, k, v, beta, do, G, rq, rk, v_new, D, dv, from_q, from_k, d_G, d_beta),
@@ -328,7 +328,7 @@ def _states(
         shape = (dim_v, dim_k) if options.state_v_first else (dim_k, dim_v)
         final = _empty(k, layout.count, heads, *shape, dtype=torch.float32)
     initial_state = None if initial_state is None else initial_state.contiguous()
-    blocks, sequences = triton.cdiv(dim_v, rule.state_block_v), layout.count * heads
+    blocks, sequences = cdiv(dim_v, rule.state_block_v), layout.count * heads
     turns = rule.turns(v, layout.packed, attend is not None)
     carried = None if turns == 1 else _empty(k, sequences, dim_k, dim_v, dtype=torch.float32)
     for turn in range(1 if collecting() else turns):
@@ -352,9 +352,9 @@ def _states(
     return h, v_new, final
 
 
-def _power_of_2(dim: int) -> int:
-    """The next one, and 16 at least. Triton's functions for numbers take 2 us each, in every call."""
-    return 1 << (max(dim, 16) - 1).bit_length()
+def _width(dim: int) -> int:
+    """Of a tile: 16 at least, for products."""
+    return next_power_of_2(max(dim, 16))
 
 
 class _Rule:
@@ -370,9 +370,9 @@ class _Rule:
         wide = x.element_size() > 2
         small = shared_memory_of(capability) < shared_memory_of((8, 0))
         block = 32 if wide else 64
-        self.block_k = min(block, _power_of_2(dim_k))
-        self.block_v = min(block, _power_of_2(dim_v))
-        self.output_block_v = min(64 if wide or small else 128, _power_of_2(dim_v))
+        self.block_k = min(block, _width(dim_k))
+        self.block_v = min(block, _width(dim_v))
+        self.output_block_v = min(64 if wide or small else 128, _width(dim_v))
         self.warps = 8 if wide else 4
         hopper, few = major in (9, 10), wide or small
         self.stages = 1 if few else 3
@@ -383,10 +383,10 @@ class _Rule:
         self.of_within = {'BK': self.block_k, 'BV': self.block_v, 'num_stages': self.stages}
         if major == 9 and not wide and not launch_options():
             # Products are asynchronous, and tiles are used outside of them too: none may be loaded ahead (docs/kernels.md).
-            block_v = 64 if dim_v > 128 else _power_of_2(dim_v)
-            self.of_within = {'BK': min(128, _power_of_2(dim_k)), 'BV': block_v, 'num_stages': 1}
+            block_v = 64 if dim_v > 128 else _width(dim_v)
+            self.of_within = {'BK': min(128, _width(dim_k)), 'BV': block_v, 'num_stages': 1}
         # A program of the recurrences keeps [whole_k, block] in registers and 64 steps of each operand in shared memory.
-        self.whole_k = _power_of_2(dim_k)
+        self.whole_k = _width(dim_k)
         large = few or self.whole_k > 128
         self.state_block_v = min(32 if large else 64, self.block_v)
         self.state_stages = 1 if large else 3

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 
 from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
 from fla.ops.common.kernels import precision as precisions
@@ -22,6 +21,7 @@ from fla.ops.kda.kernels.forward import decays, outputs, prepare, prepare_by_hal
 from fla.ops.kda.kernels.states import states_forward
 from fla.ops.kda.kernels.states_backward import states_backward
 from fla.utils.devices import capability_of, shared_memory_of
+from fla.utils.sizes import cdiv, next_power_of_2
 
 SIZE = 64
 # How far, in log decays, a step of a near chunk may be from the middle: see forward.py. The kernels of the other chunks keep
@@ -155,7 +155,7 @@ def chunk_forward(
         return o, final, saved, None
     chunks = _chunks(saved, settings, layout, final)
     BV = _block(V, 64)
-    launch(outputs, (triton.cdiv(V, BV) * layout.rows * v.shape[2],))(
+    launch(outputs, (cdiv(V, BV) * layout.rows * v.shape[2],))(
         chunks.qg,
         chunks.attend,
         chunks.selves,
@@ -214,7 +214,7 @@ def chunk_backward(
     initial_state, cu_seqlens, table, offsets = saved[7:11]
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    layout = Layout(SIZE, B, B * triton.cdiv(T, SIZE), None, None, None)
+    layout = Layout(SIZE, B, B * cdiv(T, SIZE), None, None, None)
     if cu_seqlens is not None and table is not None:
         layout = Layout(SIZE, cu_seqlens.shape[0] - 1, table.shape[0], table, offsets, cu_seqlens)
     keep = saved.G is not None
@@ -230,7 +230,7 @@ def chunk_backward(
         d_initial = torch.empty_like(initial_state)
     d_final = None if d_final is None else d_final.contiguous()
     BV = _state_block(k, V)
-    launch(states_backward, (triton.cdiv(V, BV) * layout.count * HV,))(
+    launch(states_backward, (cdiv(V, BV) * layout.count * HV,))(
         chunks.qg,
         chunks.kg,
         chunks.attend,
@@ -266,7 +266,7 @@ def chunk_backward(
         if HV != H:
             dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
         ROWS = 16
-        launch(heads_backward, (triton.cdiv(B * T * H, ROWS), 2))(
+        launch(heads_backward, (cdiv(B * T * H, ROWS), 2))(
             q,
             k,
             parts.q,
@@ -357,7 +357,7 @@ def within_chunks(
     # by halves, 32 channels in float32 take 104 KiB of shared memory
     small = _shared_memory(k.device) < shared_memory_of((8, 0))
     BK = _block(K, 16 if small and k.element_size() > 2 else 32)
-    kblocks = triton.cdiv(K, BK)
+    kblocks = cdiv(K, BK)
     # the recurrence was the last to read these two
     dq_heads, dk_heads = fresh(chunks.qg), fresh(chunks.kg)
     dg = chunks.G if g.dtype == chunks.G.dtype and not keep else torch.empty_like(chunks.G, dtype=g.dtype)
@@ -522,7 +522,7 @@ def _recurrence(
     K, (HV, V) = k.shape[-1], v.shape[2:]
     BV = _state_block(k, V)
     stages = _stages(k, (2 * K + BV) * SIZE, K * BV + SIZE * BV, 3) if o is None else _stages_with_outputs(k, V)
-    launch(states_forward, (triton.cdiv(V, BV) * layout.count * HV,))(
+    launch(states_forward, (cdiv(V, BV) * layout.count * HV,))(
         *(prepared.qg, prepared.kg, prepared.attend, prepared.selves, prepared.w, prepared.u, prepared.G),
         h,
         prepared.u,  # v_new: a program overwrites a tile of u that it alone has read
@@ -555,7 +555,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 def _block(width: int, most: int) -> int:
     """Columns of a tile: a power of two, at least 16 (for a product) and at most `most`."""
-    return min(most, int(triton.next_power_of_2(max(width, 16))))
+    return min(most, next_power_of_2(max(width, 16)))
 
 
 def _state_block(k: torch.Tensor, V: int) -> int:
