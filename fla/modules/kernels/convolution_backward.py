@@ -38,14 +38,16 @@ def _derivative(y, SILU: tl.constexpr):
 
 
 @triton.jit
-def _step(now, g, column, offset, window, unfinished, W: tl.constexpr, SILU: tl.constexpr):
+def _step(now, g, there, column, offset, window, unfinished, W: tl.constexpr, SILU: tl.constexpr, ALL: tl.constexpr):
     """One step: what it was computed of, its gradient before the activation, that of step t - (W - 1), which this step ends,
-    and of the W - 1 after that, the last first."""
+    and of the W - 1 after that, the last first. ALL: it is there, whatever `there` says."""
     taps = window + (now,)
     pre = offset
     for w in tl.static_range(W):
         pre += column[w] * taps[w]
     g = g * _derivative(pre, SILU)
+    if not ALL:
+        g = tl.where(there, g, 0.0)  # where nothing is, the derivative may be one of infinity
     grown = (column[W - 1] * g,)
     for j in tl.static_range(1, W):
         grown = grown + (unfinished[j - 1] + column[W - 1 - j] * g,)
@@ -138,7 +140,7 @@ def _walk(
         if HAS_DFINAL:
             final = dfinal + n * f_n
         else:
-            final = dx
+            final = dx  # not looked at
         x_row = x + tl.cast(t, tl.int64) * x_t
         dy_row = dy + tl.cast(t, tl.int64) * dy_t
         dx_row = dx + tl.cast(t - (W - 1), tl.int64) * D
@@ -155,7 +157,7 @@ def _walk(
                 dy_row += dy_t
             for i in tl.static_range(AT_ONCE):
                 taps, g, ended, unfinished = _step(
-                    *(xs[i].to(tl.float32), gs[i].to(tl.float32), column, offset, window, unfinished, W, SILU)
+                    *(xs[i].to(tl.float32), gs[i].to(tl.float32), inside, column, offset, window, unfinished, W, SILU, True)
                 )
                 window = taps[1:]
                 grown = ()
@@ -175,9 +177,8 @@ def _walk(
                 there = inside & (same + row < ends)
                 now = tl.load(x_row + d, mask=there, other=0.0).to(tl.float32)
                 g = tl.load(dy_row + d, mask=there, other=0.0).to(tl.float32)
-                taps, g, ended, unfinished = _step(now, g, column, offset, window, unfinished, W, SILU)
+                taps, g, ended, unfinished = _step(now, g, there, column, offset, window, unfinished, W, SILU, False)
                 window = taps[1:]
-                g = tl.where(there, g, 0.0)
                 grown = ()
                 for w in tl.static_range(W):
                     grown = grown + (sums[w] + tl.where(same + row < end, g * taps[w], 0.0),)
