@@ -76,7 +76,8 @@ def outside_autocast(run: Callable[..., Tensors], tensors: tuple[torch.Tensor | 
 
 
 def _in_float64(run: Callable[..., Tensors], tensors: tuple[torch.Tensor | None, ...], dtype: torch.dtype) -> Tensors:
-    """Autocast leaves float64 alone, in a backward too that somebody else derives."""
+    """Autocast leaves float64 alone, in a backward too that somebody else derives. MPS has no float64: there such a backward
+    is autocast's."""
     first = next(x for x in tensors if x is not None)
     if first.device.type == 'mps':
         return run(*tensors)
