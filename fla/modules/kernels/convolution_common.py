@@ -60,6 +60,41 @@ def _columns(rows, first, there, r_d, r_w, W: tl.constexpr, DENSE: tl.constexpr,
 
 
 @triton.jit
+def _weights(weight, first, D, w_d, w_w, W: tl.constexpr, DENSE: tl.constexpr, BD: tl.constexpr):
+    """The columns of the weight at BD channels in float32, as a tuple."""
+    read = _columns(weight, first, D - first, w_d, w_w, W, DENSE, BD)
+    columns = ()
+    for w in tl.static_range(W):
+        columns = columns + (read[w].to(tl.float32),)
+    return columns
+
+
+@triton.jit
+def _offset(bias, d, D, bias_d, HAS_BIAS: tl.constexpr):
+    """The bias at channels d in float32."""
+    offset = tl.zeros(d.shape, tl.float32)
+    if HAS_BIAS:
+        offset += tl.load(bias + d * bias_d, mask=d < D, other=0.0).to(tl.float32)
+    return offset
+
+
+@triton.jit
+def _window(x, state, n, start, t, d, inside, x_t, s_n, s_d, s_w, W: tl.constexpr, HAS_STATE: tl.constexpr):
+    """The W - 1 steps before step t of sequence n, which began at `start`, in float32, as a tuple."""
+    same = tl.zeros_like(d)  # a mask of one answer for all
+    window = ()
+    for w in tl.static_range(W - 1):
+        before = t - (W - 1) + w
+        place = x + tl.cast(before, tl.int64) * x_t + d
+        tap = tl.load(place, mask=inside & (same + before >= start), other=0.0).to(tl.float32)
+        if HAS_STATE:
+            place = state + n * s_n + tl.cast(tl.maximum(W + before - start, 0), tl.int64) * s_w + d.to(tl.int64) * s_d
+            tap += tl.load(place, mask=inside & (same + before < start), other=0.0).to(tl.float32)
+        window = window + (tap,)
+    return window
+
+
+@triton.jit
 def _store_columns(rows, columns, first, there, r_d, r_w, W: tl.constexpr, DENSE: tl.constexpr, BD: tl.constexpr):
     """The reverse."""
     if DENSE:

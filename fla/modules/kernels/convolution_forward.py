@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fla.modules.kernels.convolution_common import _activated, _bound, _columns, _dense, _strides
+from fla.modules.kernels.convolution_common import _activated, _bound, _dense, _offset, _strides, _weights, _window
 from fla.ops.common.kernels.layout import sequence_of
 from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
 from fla.utils.sizes import next_power_of_2
@@ -117,15 +117,9 @@ def _convolve(
 ):
     """R steps of y from `begin` on, sequence by sequence. x, residual, y begin with the row of the batch."""
     d = first + tl.arange(0, BD)
-    same = tl.zeros_like(d)  # a mask of one answer for all
     inside = d < D
-    column = ()
-    read = _columns(weight, first, D - first, w_d, w_w, W, DENSE, BD)
-    for w in tl.static_range(W):
-        column = column + (read[w].to(tl.float32),)
-    offset = tl.zeros([BD], tl.float32)
-    if HAS_BIAS:
-        offset += tl.load(bias + d * bias_d, mask=inside, other=0.0).to(tl.float32)
+    column = _weights(weight, first, D, w_d, w_w, W, DENSE, BD)
+    offset = _offset(bias, d, D, bias_d, HAS_BIAS)
     stop = tl.minimum(begin + R, T)
     t = begin
     while t < stop:
@@ -137,15 +131,7 @@ def _convolve(
             start = _bound(cu_seqlens, n, T, True)
             end = tl.minimum(_bound(cu_seqlens, n + 1, T, True), stop)
             end = tl.where(end > t, end, stop)  # whatever the lengths, there is an end to this
-        window = ()
-        for w in tl.static_range(W - 1):
-            before = t - (W - 1) + w
-            place = x + tl.cast(before, tl.int64) * x_t + d
-            tap = tl.load(place, mask=inside & (same + before >= start), other=0.0).to(tl.float32)
-            if HAS_STATE:
-                place = state + n * s_n + tl.cast(tl.maximum(W + before - start, 0), tl.int64) * s_w + d.to(tl.int64) * s_d
-                tap += tl.load(place, mask=inside & (same + before < start), other=0.0).to(tl.float32)
-            window = window + (tap,)
+        window = _window(x, state, n, start, t, d, inside, x_t, s_n, s_d, s_w, W, HAS_STATE)
         at = tl.cast(t, tl.int64)
         x_row = x + at * x_t
         y_row = y + at * D

@@ -8,7 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
-from fla.modules.kernels.convolution_common import _activated, _columns, _dense, _store_columns, _strides
+from fla.modules.kernels.convolution_common import (
+    _activated,
+    _columns,
+    _dense,
+    _offset,
+    _store_columns,
+    _strides,
+    _weights,
+)
 from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
 from fla.utils.sizes import next_power_of_2
 
@@ -65,10 +73,8 @@ def _update(
         steps = steps + (tl.load(x + n * x_n + d, mask=mask, other=0.0),)
         if HAS_RESIDUAL:
             residuals = residuals + (tl.load(residual + n * r_n + d, mask=mask, other=0.0),)
-    read = _columns(weight, first, D - first, w_d, w_w, W, DENSE, BD)
-    offset = tl.zeros([BD], tl.float32)
-    if HAS_BIAS:
-        offset += tl.load(bias + d * bias_d, mask=d < D, other=0.0).to(tl.float32)
+    column = _weights(weight, first, D, w_d, w_w, W, DENSE, BD)
+    offset = _offset(bias, d, D, bias_d, HAS_BIAS)
     # everything of these rows is read before any of it is written over: x may lie in its own row's cache, not in another's
     tl.debug_barrier()
     for i in tl.static_range(BN):
@@ -78,8 +84,8 @@ def _update(
         taps = past[i][1:]
         acc = offset
         for w in tl.static_range(W - 1):
-            acc += read[w].to(tl.float32) * taps[w].to(tl.float32)
-        acc = _activated(acc + read[W - 1].to(tl.float32) * steps[i].to(tl.float32), SILU)
+            acc += column[w] * taps[w].to(tl.float32)
+        acc = _activated(acc + column[W - 1] * steps[i].to(tl.float32), SILU)
         if HAS_RESIDUAL:
             acc += residuals[i].to(tl.float32)
         tl.store(y + n * D + d, acc.to(y.dtype.element_ty), mask=mask)
