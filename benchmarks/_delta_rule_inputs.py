@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 NAMES = ('q', 'k', 'v', 'g', 'beta')
 DEVICE = 'cuda'
+# of the log decay of a step
+LOWER_BOUND = -5.0
 
 
 def inputs(
@@ -32,6 +36,30 @@ def inputs(
     g = F.logsigmoid(normal(batch, length, heads, *([dim] if op == 'kda' else []))) * strength
     beta = torch.rand((batch, length, heads), generator=generator, device=device)
     return q.to(dtype), F.normalize(k, dim=-1).to(dtype), v.to(dtype), g, beta
+
+
+def with_bounded_gates(args: tuple[torch.Tensor, ...], seed: int = 0) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """KDA's inputs as Kimi's models give them: raw gates, down to LOWER_BOUND, and keys of any length; and the rest of the
+    call. Half of the decays of a step are beyond e^-2.5."""
+    q, k, v, g, beta = args
+    heads, dim = g.shape[2:]
+    generator = torch.Generator(g.device).manual_seed(1000 + seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=g.device)
+
+    flags = {'use_gate_in_kernel': True, 'safe_gate': True, 'lower_bound': LOWER_BOUND, 'use_qk_l2norm_in_kernel': True}
+    parameters = {'A_log': normal(heads) * 0.3, 'dt_bias': normal(heads * dim) * 0.5}
+    return (q, k, v, normal(*g.shape).to(q.dtype), beta), flags | parameters
+
+
+def finished(args: tuple[torch.Tensor, ...], more: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """What `definition` takes, of what `with_bounded_gates` gave."""
+    q, k, v, g, beta = args
+    rate = more['A_log'].to(g.dtype).exp()[:, None]
+    g = LOWER_BOUND * torch.sigmoid(rate * (g + more['dt_bias'].to(g.dtype).view(g.shape[2:])))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    return q, k, v, g, beta
 
 
 def side_by_side(op: str, shape: tuple[int, ...]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

@@ -27,7 +27,7 @@ from _results import ResultFile, command, machine
 OPS = ('gated_delta_rule', 'kda')
 DTYPES = {'bfloat16': torch.bfloat16, 'float16': torch.float16}
 # of log decays of -0.8 a step in the mean, and at most 0
-STRENGTHS = (0.01, 0.1, 1.0, 5.0, 20.0)
+STRENGTHS = (0.01, 0.1, 1.0, 3.0, 5.0, 20.0)
 SEEDS = (0, 1, 2)
 BATCH, LENGTH, HEADS, DIM = 1, 192, 2, 128
 ERRORS = ('o', 'state', *(f'd{name}' for name in NAMES))

@@ -1,6 +1,6 @@
 """Times of the gated delta rule and KDA on a GPU: forward, forward with backward, peak memory, decoding, first call; of each
 backend that can run here and, with --fla, of flash-linear-attention, in one run on one card. `packed` are sequences side by
-side in one row, by `cu_seqlens`.
+side in one row, by `cu_seqlens`; `bounded` is KDA with raw gates and a lower bound, which decay faster.
 
     python benchmarks/delta_rules.py --json benchmarks/results/delta_rules.json --fla folder/of/fla-core
 
@@ -24,13 +24,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _delta_rule_inputs import DEVICE, NAMES, bounds_of, definition, inputs, relative, side_by_side, upstream
+from _delta_rule_inputs import (
+    DEVICE,
+    NAMES,
+    bounds_of,
+    definition,
+    finished,
+    inputs,
+    relative,
+    side_by_side,
+    upstream,
+    with_bounded_gates,
+)
 from _fla_process import FLA, fla_rows
 from _gpu import gpu_ms, peak_mib, wall_ms
 from _results import ResultFile, command, machine, said
 
 OPS = ('gated_delta_rule', 'kda')
-KINDS = ('chunk', 'packed', 'decode')
+KINDS = ('chunk', 'packed', 'bounded', 'decode')
 SHAPES = ((4, 2048, 16, 128), (1, 8192, 96, 128))
 PACKED = (4, 2048, 96, 128)
 DECODE = (1, 32, 256)
@@ -58,18 +69,23 @@ def only(backend: str, op: str) -> Any:
     return use_backend(backend, op=op)
 
 
-def errors(op: str, dim: int, backward: bool, packed: bool) -> dict[str, float]:
+def errors(op: str, dim: int, backward: bool, kind: str) -> dict[str, float]:
     """Mean over three seeds of the relative RMS errors: of results, and of gradients for the same rounded do."""
-    seeds = [_errors(op, dim, backward, packed, seed) for seed in range(3)]
+    seeds = [_errors(op, dim, backward, kind, seed) for seed in range(3)]
     return {name: sum(found[name] for found in seeds) / len(seeds) for name in seeds[0]}
 
 
-def _errors(op: str, dim: int, backward: bool, packed: bool, seed: int) -> dict[str, float]:
+def _errors(op: str, dim: int, backward: bool, kind: str, seed: int) -> dict[str, float]:
     args = inputs(op, 1, 320, 2, dim, seed)
-    lengths = (200, 120) if packed else (320,)
-    more = {'cu_seqlens': bounds_of(*lengths)} if packed else {}
+    lengths, more = (320,), {}
+    if kind == 'packed':
+        lengths = (200, 120)
+        more = {'cu_seqlens': bounds_of(*lengths)}
+    elif kind == 'bounded':
+        args, more = with_bounded_gates(args, seed)
 
     def exactly(*leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        leaves = finished(leaves, more) if kind == 'bounded' else leaves
         found = [definition(*sequence) for sequence in zip(*(x.split(lengths, 1) for x in leaves), strict=True)]
         return torch.cat([o for o, _ in found], 1), torch.cat([state for _, state in found])
 
@@ -85,15 +101,18 @@ def _errors(op: str, dim: int, backward: bool, packed: bool, seed: int) -> dict[
     return {name: relative(ours, exact) for name, ours, exact in zip(names, *found, strict=True) if ours is not None}
 
 
-def chunked(op: str, shape: tuple[int, ...], packed: bool) -> Iterator[dict[str, Any]]:
+def chunked(op: str, shape: tuple[int, ...], kind: str) -> Iterator[dict[str, Any]]:
     """One shape: times in ms, peak memory of forward and backward in MiB beyond the inputs; all so far, when there is more:
     a package that tunes itself may take longer over the rest than there is time."""
     call = function_of(op, 'chunk')
-    if packed:
+    if kind == 'packed':
         args, cu_seqlens = side_by_side(op, shape)
         call = functools.partial(call, cu_seqlens=cu_seqlens)
     else:
         args = inputs(op, *shape)
+    if kind == 'bounded':
+        args, more = with_bounded_gates(args)
+        call = functools.partial(call, **more)
     do = torch.randn_like(args[2])
 
     leaves = [a.clone().requires_grad_() for a in args]
@@ -123,7 +142,7 @@ def chunked(op: str, shape: tuple[int, ...], packed: bool) -> Iterator[dict[str,
         row[f'{name}_peak_mib'] = peak_mib(wanted)
         yield row
     if 'forward_ms' in row:
-        row['errors'] = errors(op, shape[-1], 'both_ms' in row, packed)
+        row['errors'] = errors(op, shape[-1], 'both_ms' in row, kind)
         yield row
 
 
@@ -166,11 +185,14 @@ def rows(backends: list[str] | None, ops: list[str], shapes: list[tuple[int, ...
         for backend in backends or BACKENDS[op]:
             with only(backend, op):
                 for shape in shapes if 'chunk' in kinds else ():
-                    for row in chunked(op, shape, packed=False):
+                    for row in chunked(op, shape, 'chunk'):
                         yield {'op': op, 'backend': backend, 'shape': [*shape], **row}
                 if 'packed' in kinds:
-                    for row in chunked(op, PACKED, packed=True):
+                    for row in chunked(op, PACKED, 'packed'):
                         yield {'op': op, 'backend': backend, 'shape': [*PACKED], 'packed': True, **row}
+                for shape in shapes if 'bounded' in kinds and op == 'kda' else ():
+                    for row in chunked(op, shape, 'bounded'):
+                        yield {'op': op, 'backend': backend, 'shape': [*shape], 'bounded': True, **row}
                 if backend not in ('default', FLA) or 'decode' not in kinds:
                     continue
                 for batch in DECODE:
@@ -190,7 +212,9 @@ def main() -> None:
     parser.add_argument(
         '--shape', type=int, choices=range(len(SHAPES)), action='append', help=f'only these of {SHAPES}, of chunks'
     )
-    parser.add_argument('--kind', choices=KINDS, action='append', help='only this kind of step; packed only if asked for')
+    parser.add_argument(
+        '--kind', choices=KINDS, action='append', help='only this kind of step; packed and bounded only if asked for'
+    )
     parser.add_argument('--lines', action='store_true', help='a JSON object a line: how the process for FLA answers')
     options = parser.parse_args()
     ops = options.op or list(OPS)
@@ -224,7 +248,7 @@ def main() -> None:
 
 
 def is_more_of(row: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(row.get(name) == other.get(name) for name in ('op', 'backend', 'shape', 'packed', 'decode'))
+    return all(row.get(name) == other.get(name) for name in ('op', 'backend', 'shape', 'packed', 'bounded', 'decode'))
 
 
 if __name__ == '__main__':

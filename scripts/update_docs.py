@@ -138,7 +138,7 @@ def _delta_rules(result: Result) -> str:
 
 
 def _shape(row: Result) -> str:
-    return ', '.join(map(str, row['shape'])) + (' packed' if row.get('packed') else '')
+    return ', '.join(map(str, row['shape'])) + ''.join(f' {kind}' for kind in ('packed', 'bounded') if row.get(kind))
 
 
 def _first_calls(row: Result) -> str:

@@ -33,10 +33,11 @@ def test_rows(benchmark, monkeypatch):
     delta_rules = benchmark('delta_rules')
     monkeypatch.setattr(delta_rules, 'PACKED', (3, 40, 2, 16))
     with trace() as recorded:
-        rows = list(delta_rules.rows(['reference'], ['kda'], [(2, 64, 2, 16)], ['chunk', 'packed']))
+        rows = list(delta_rules.rows(['reference'], ['kda'], [(2, 64, 2, 16)], ['chunk', 'packed', 'bounded']))
     assert {one.backend for one in recorded} == {'reference'}
     complete = [row for row in rows if 'errors' in row]
-    assert [(row['shape'], row.get('packed')) for row in complete] == [([2, 64, 2, 16], None), ([3, 40, 2, 16], True)]
+    kinds = [(row['shape'], row.get('packed'), row.get('bounded')) for row in complete]
+    assert kinds == [([2, 64, 2, 16], None, None), ([3, 40, 2, 16], True, None), ([2, 64, 2, 16], None, True)]
     for row in complete:
         assert not [key for key in row if key.endswith('refused')], row
         assert {'forward_ms', 'both_ms', 'forward_first_s', 'both_first_s', 'both_peak_mib'} <= set(row)

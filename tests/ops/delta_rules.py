@@ -255,6 +255,7 @@ GRID = {
     'wide': {'T': 20, 'K': 256, 'V': 256},
     'weak gates': {'T': 130, 'strength': -1e-4},
     'strong gates': {'T': 130, 'strength': -20.0},
+    'medium gates': {'T': 130, 'strength': -3.0},
     'no gates': {'T': 100, 'strength': 0.0},
     'spread gates': {'T': 130, 'strength': 'spread', 'HV': 2},
     'switching gates': {'T': 130, 'strength': 'switch'},

@@ -67,7 +67,7 @@ def sizes(function, dtype, dims) -> None:
 
 
 def gates(function, dtype) -> None:
-    strengths = (None, 0.0, -1e-4, -1.0, -5.0, -20.0, -1000.0, 'spread', 'switch')
+    strengths = (None, 0.0, -1e-4, -1.0, -3.0, -5.0, -20.0, -1000.0, 'spread', 'switch')
     check_each(function, {str(s): {'strength': s} for s in strengths}, dtype=dtype, **LARGE, T=200)
 
 
@@ -159,7 +159,12 @@ def same_bits_twice(function, but=(), **more) -> None:
 def same_bits_on_a_full_gpu(function) -> None:
     """With every multiprocessor at work, and recurrences in turns: some races show in a few numbers of millions there, and
     in none of a small call. It cannot show that there is none: see `triton_support.refills`."""
-    for options in ({'T': 2100}, {'T': 2100, **EVERYTHING}, {'lens': [1500, 1, 0, 600, 64], **EVERYTHING}):
+    for options in (
+        {'T': 2100},
+        {'T': 2100, 'strength': -3.0},
+        {'T': 2100, **EVERYTHING},
+        {'lens': [1500, 1, 0, 600, 64], **EVERYTHING},
+    ):
         given = case(function, dtype=BF16, H=96, HV=96, K=128, V=128, device='cuda', **options)
         first = everything(function, given)
         for _ in range(4):

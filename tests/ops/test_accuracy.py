@@ -53,7 +53,7 @@ def test_what_was_measured(accuracy, recorded):
 @pytest.mark.slow
 @pytest.mark.parametrize('op', ['gated_delta_rule', 'kda'])
 @pytest.mark.parametrize(
-    ('dtype', 'strength'), [('bfloat16', 0.01), ('bfloat16', 1.0), ('bfloat16', 20.0), ('float16', 1.0)]
+    ('dtype', 'strength'), [('bfloat16', 0.01), ('bfloat16', 1.0), ('bfloat16', 3.0), ('bfloat16', 20.0), ('float16', 1.0)]
 )
 def test_the_kernels_of_now(accuracy, recorded, op, dtype, strength):
     from fla.ops.backends import trace, use_backend

@@ -223,5 +223,5 @@ def test_kernels_of_strong_decays_keep_from_wgmma(monkeypatch):
         asynchronous.setdefault(key, set()).add('warp_group_dot ' in one.kernel.asm['ttgir'])
     for name in ('prepare', 'pairs_backward', 'states_backward', 'channels_backward'):
         assert asynchronous[name, 4] == {True}, name
-    assert asynchronous['prepare_by_halves', 4] == {False}
-    assert asynchronous['channels_backward', 8] == {False}  # by halves
+    assert asynchronous['prepare_by_levels', 4] == {False}
+    assert asynchronous['channels_backward', 8] == {False}  # by levels

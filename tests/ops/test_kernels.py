@@ -19,7 +19,17 @@ pytestmark = pytest.mark.interpreted
 RECURRENT = [function for function in FUNCTIONS if function not in CHUNKED]
 every_chunked = pytest.mark.parametrize('function', CHUNKED, ids=name_of)
 NARROW = [
-    *('one step', 'beyond a chunk', 'weak gates', 'strong gates', 'spread gates', 'switching gates', 'everything', 'packed'),
+    *(
+        'one step',
+        'beyond a chunk',
+        'weak gates',
+        'strong gates',
+        'medium gates',
+        'spread gates',
+        'switching gates',
+        'everything',
+        'packed',
+    ),
     'packed int64',
 ]
 # steps know of no chunks, and many take long

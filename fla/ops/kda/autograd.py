@@ -23,7 +23,7 @@ _FLAGS = (
     'float scale, bool output_final_state, bool l2norm, bool gate, float? lower_bound, bool sigmoid, bool double, '
     'bool v_first, bool keep, bool states'
 )
-_KEPT = ('G', 'far', 'attend', 'selves', 'lower', 'inverse', 'w', 'kg', 'qg', 'h', 'v_new')
+_KEPT = ('G', 'kinds', 'attend', 'selves', 'lower', 'inverse', 'w', 'kg', 'qg', 'h', 'v_new')
 
 
 def _forward(
@@ -133,7 +133,7 @@ def backward_with(within: Callable[..., Within]) -> Callable[..., Any]:
         double: bool,
         v_first: bool,
         G: torch.Tensor | None,
-        far: torch.Tensor | None,
+        kinds: torch.Tensor | None,
         attend: torch.Tensor | None,
         selves: torch.Tensor | None,
         lower: torch.Tensor | None,
@@ -153,7 +153,7 @@ def backward_with(within: Callable[..., Within]) -> Callable[..., Any]:
         with on_device_of(q), sound_products(k, v):
             ends = flat(cu_seqlens)
             layout = layout_of(q.shape[0], q.shape[1], SIZE, ends)
-            kept = (G, far, attend, selves, lower, inverse, w, kg, qg, h, v_new)
+            kept = (G, kinds, attend, selves, lower, inverse, w, kg, qg, h, v_new)
             saved = Saved(q, k, v, g, beta, flat(A_log), flat(dt_bias), state, ends, layout.table, layout.offsets, *kept)
             final = None if dfinal_state is None else dfinal_state.contiguous()
             gradients = chunk_backward(saved, settings, do.contiguous(), final, within=within)

@@ -3,7 +3,7 @@
 In a chunk, T = (I + L)^-1 diag(beta), W = T (e^G K), U' = T V - W S, O = (scale e^G Q) S + M U' and
 S' = e^{G_C} S + (e^{G_C - G} K)^T U'. `states_backward` has given the gradients of S' and of U'. `pairs_backward`
 gives those of everything that has two steps (M, T, L) and of v and beta; then `channels_backward` gives those of q, k and
-the gate, in which channels are independent, through the middle of the chunk or by halves as the forward does.
+the gate, in which channels are independent, by the kind of the chunk as the forward does.
 
 The log decay appears in no gradient but through products with q and k: a term x e^{G_i - G_j} y gives itself to dG_i and
 minus itself to dG_j. Terms of one step with itself are left out: under strong decays they are the largest, and what
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
-from fla.ops.kda.kernels.forward import from_middle, level_decay
+from fla.ops.kda.kernels.forward import HALVES, LEVELS, boundary_decay, from_middle, from_middles, level_decay
 
 
 @triton.jit(do_not_specialize=['T'])
@@ -192,11 +192,8 @@ def level_backward(
     keys,
     q_norm,
     k_norm,
-    G_tile,
-    G_ptr,
+    decay,
     steps,
-    cols,
-    inside,
     count,
     half,
     square,
@@ -206,16 +203,13 @@ def level_backward(
     dq,
     dk,
     dG,
-    HV: tl.constexpr,
-    K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What one level of pairs of blocks adds to the gradients of Q, keys and G.
+    """What one level of pairs of blocks adds to the gradients of Q, keys and G; `decay` carries each step to the boundary.
 
     The second block of a pair has rows of the scores, which carry e^{+G}, the first one columns, which carry e^{-G}: one
     product with the symmetric gradient is for both. dG gets each term twice, with either sign; both are made of the same
     rounded factors, so that outside of i to j they cancel."""
-    decay = level_decay(G_tile, G_ptr, steps, cols, inside, count, half, HV, K)
     block = steps // half
     second = block % 2 == 1
     meet = ((block[:, None] ^ block[None, :]) == 1) & (steps < count)[:, None]
@@ -233,6 +227,38 @@ def level_backward(
     dq += tl.where(second, dx, 0.0) * decay
     dk += (dy + tl.where(second, 0.0, dx)) * decay
     return dq, dk, dG
+
+
+@triton.jit
+def middle_backward(
+    unit_Q,
+    unit_keys,
+    away,
+    steps,
+    inside,
+    square,
+    in_parts,
+    d_attend,
+    d_lower,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients by pairs of steps within blocks of BLOCK, through a step of each that they are `away` from: of the later of
+    the two, a query or a key, and of the sooner, a key."""
+    # `exp32` was no quicker here, and made it spill more
+    later, sooner = tl.exp(away), tl.exp(-away)
+    before = (steps[:, None] > steps[None, :]) & inside[:, None]
+    if BLOCK < steps.shape[0]:
+        before &= steps[:, None] // BLOCK == steps[None, :] // BLOCK
+    # of these the first part will do
+    dM = tl.load(d_attend + in_parts, mask=before, other=0.0)
+    dA = tl.load(d_lower + square, mask=before, other=0.0)
+    dy = dot_of_parts(tl.trans(dM), unit_Q * later, PRECISION)
+    dy += dot_of_parts(tl.trans(dA), unit_keys * later, PRECISION)
+    y = unit_keys * sooner
+    dx_q = dot_of_parts(dM, y, PRECISION) * later
+    dx_k = dot_of_parts(dA, y, PRECISION) * later
+    return dx_q, dx_k, dy * sooner
 
 
 @triton.jit
@@ -330,7 +356,7 @@ def channels_backward(
     A_log,
     dt_bias,
     G,
-    far,
+    kinds,
     v_new,
     h,
     dh,
@@ -372,14 +398,14 @@ def channels_backward(
     HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BOUNDED: tl.constexpr,
-    BY_HALVES: tl.constexpr,
+    KIND: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV * ceil(K / BK),). Of far chunks if BY_HALVES, of the others if not.
+    """Grid (rows * HV * ceil(K / BK),). Of chunks of KIND.
 
     Args:
-        far: of `decays`.
+        kinds: of `decays`.
         do: contiguous. dh: `[rows, HV, K, V]`, gradient of the state after each chunk.
         d_attend, d_selves, d_lower, d_grown: of `pairs_backward`.
         dq, dk: written, of q and k per value head and, with NORMALISE, as normalised, `[B, T, HV, K]`.
@@ -392,7 +418,7 @@ def channels_backward(
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
     if n < 0:
         return
-    if (tl.load(far + pid) == 1) != BY_HALVES:
+    if tl.load(kinds + pid) != KIND:
         return
     first = start + c * SIZE
     count = tl.minimum(end - first, SIZE)
@@ -425,7 +451,7 @@ def channels_backward(
     PARTS: tl.constexpr = 1 if d_attend.dtype.element_ty == tl.float32 else 2
     in_parts = (token + own) * SIZE * PARTS + steps[None, :]
     # either order needs the fewer registers where it stands
-    if BY_HALVES:
+    if KIND == LEVELS:
         d_query, d_key, dG = through_states(
             do + token * V,
             v_new + token * V,
@@ -453,46 +479,29 @@ def channels_backward(
         d_query += diagonal * unit_keys
         d_key += diagonal * unit_Q
         for level in range(6):
+            decay = level_decay(Gc, G + token * K, steps, cols, mask, count, 32 >> level, HV, K)
             d_query, d_key, dG = level_backward(
-                Q,
-                keys,
-                q_norm,
-                k_norm,
-                Gc,
-                G + token * K,
-                steps,
-                cols,
-                mask,
-                count,
-                32 >> level,
-                square,
-                in_parts,
-                d_attend,
-                d_lower,
-                d_query,
-                d_key,
-                dG,
-                HV,
-                K,
-                PRECISION,
+                *(Q, keys, q_norm, k_norm, decay, steps, count, 32 >> level, square, in_parts, d_attend, d_lower),
+                *(d_query, d_key, dG, PRECISION),
             )
     else:
-        away = from_middle(Gc, G + token * K, cols, cols < K, mask, count, HV, K)
-        # `exp32` was no quicker here, and made it spill more
-        later, sooner = tl.exp(away), tl.exp(-away)
-        before = (steps[:, None] > steps[None, :]) & inside[:, None]
-        # of these the first part will do
-        dM = tl.load(d_attend + in_parts, mask=before, other=0.0)
-        dA = tl.load(d_lower + square, mask=before, other=0.0)
-        dy = dot_of_parts(tl.trans(dM), unit_Q * later, PRECISION)
-        dy += dot_of_parts(tl.trans(dA), unit_keys * later, PRECISION)
-        y = unit_keys * sooner
-        dx_q = dot_of_parts(dM, y, PRECISION) * later
-        dx_k = dot_of_parts(dA, y, PRECISION) * later
-        dy *= sooner
+        if KIND == HALVES:
+            away = from_middles(Gc, G + token * K, steps, cols, cols < K, mask, count, HV, K)
+        else:
+            away = from_middle(Gc, G + token * K, cols, cols < K, mask, count, HV, K)
+        BLOCK: tl.constexpr = SIZE // 2 if KIND == HALVES else SIZE
+        dx_q, dx_k, dy = middle_backward(
+            unit_Q, unit_keys, away, steps, inside, square, in_parts, d_attend, d_lower, BLOCK, PRECISION
+        )
         dG = unit_Q * dx_q + unit_keys * (dx_k - dy)
         d_query = diagonal * unit_keys + dx_q
         d_key = diagonal * unit_Q + dx_k + dy
+        if KIND == HALVES:
+            decay = boundary_decay(Gc, G + token * K, steps, cols, cols < K, mask, count, HV, K)
+            d_query, d_key, dG = level_backward(
+                *(Q, keys, q_norm, k_norm, decay, steps, count, BLOCK, square, in_parts, d_attend, d_lower),
+                *(d_query, d_key, dG, PRECISION),
+            )
         to_query, to_key, to_G = through_states(
             do + token * V,
             v_new + token * V,

@@ -1,13 +1,18 @@
 """Forward of chunked Kimi delta attention: what is parallel over chunks, each of which goes into its WY form.
 
 With one decay per channel, the scores of a chunk, sum_c x_ic e^{G_ic - G_jc} k_jc for j < i, are a product only through a
-step r between them, e^{G_i - G_r} e^{G_r - G_j}. Usually the middle of the chunk will do for all i and j: while no step is
-further from it than e^60, both factors, and every term that is wanted, are well inside of the range of floats.
+step r between them, e^{G_i - G_r} e^{G_r - G_j}. How far apart the steps of a chunk are decides through which, its `kind`:
 
-Chunks with stronger decays, marked as `far`, are split by halves: at level s a chunk falls into pairs of blocks of s steps,
-and a step i of the second block sees a step j of the first one through the boundary between them. Each pair i > j meets at
-exactly one of the six levels 32, 16, …, 1, so that six products give all scores, with every exponent at most 0. That takes
-all registers there are, which is why it is a kernel of its own, whose programs find nothing to do for the other chunks.
+- WHOLE: the middle of the chunk for all i and j. While no step is further from it than e^60, both factors, and every term
+  that is wanted, are well inside of the range of floats.
+- HALVES: the middle of each half for pairs within it, up to e^80, which is as far as gates of at least -5 get, and the
+  boundary between the halves for the others, with exponents of at most 0.
+- LEVELS: at level s a chunk falls into pairs of blocks of s steps, and a step i of the second block sees a step j of the
+  first one through the boundary between them. Each pair i > j meets at exactly one of the six levels 32, 16, …, 1, so that
+  six products give all scores, with every exponent at most 0.
+
+Each kind has a kernel of its own, because the last takes all registers there are; its programs find nothing to do for
+chunks of another kind.
 
 Sums over a row stand in loops of their own: see `gates.inverse_norm`.
 """
@@ -21,30 +26,14 @@ from fla.ops.common.kernels.gates import beta_of, exp32, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
 from fla.ops.common.kernels.solve import below, spread, unit_lower_inverse
 
+WHOLE, HALVES, LEVELS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 
 @triton.jit
-def gate_of(
-    g,
-    hv,
-    cols,
-    in_cols,
-    A_log,
-    dt_bias,
-    lower_bound,
-    K: tl.constexpr,
-    GATE: tl.constexpr,
-    HAS_A: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
-    """The log decay of a tile `[steps, channels]`: g itself, or the gate of raw values. At least -1000, because -inf - -inf
-    is NaN."""
+def gate_of(g, rate, bias, lower_bound, GATE: tl.constexpr, BOUNDED: tl.constexpr):
+    """The log decay of a step: g itself, or the gate of raw values. At least -1000, because -inf - -inf is NaN."""
     if GATE:
-        if HAS_BIAS:
-            g += tl.load(dt_bias + hv * K + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
-        rate = 1.0
-        if HAS_A:
-            rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
+        g += bias
         g = lower_bound * sigmoid(rate * g) if BOUNDED else -rate * softplus(g)
     return tl.where(g < -1000.0, -1000.0, g)
 
@@ -54,6 +43,94 @@ def from_middle(G_tile, G_ptr, cols, in_cols, inside, count, HV: tl.constexpr, K
     """G_t - G_r for r in the middle of the chunk."""
     at = tl.load(G_ptr + (count // 2).to(tl.int64) * HV * K + cols, mask=in_cols, other=0.0)
     return tl.where(inside, (G_tile - at[None, :]).to(tl.float32), 0.0)
+
+
+@triton.jit
+def decay_at(G_ptr, t, cols, in_cols, count, HV: tl.constexpr, K: tl.constexpr):
+    """G of one step of the chunk, the last one if t is beyond."""
+    return tl.load(G_ptr + tl.minimum(t, count - 1).to(tl.int64) * HV * K + cols, mask=in_cols, other=0.0)
+
+
+@triton.jit
+def from_middles(G_tile, G_ptr, steps, cols, in_cols, inside, count, HV: tl.constexpr, K: tl.constexpr):
+    """G_t - G_r for r in the middle of t's half of the chunk."""
+    half: tl.constexpr = G_tile.shape[0] // 2
+    first = decay_at(G_ptr, half // 2, cols, in_cols, count, HV, K)
+    second = decay_at(G_ptr, half + half // 2, cols, in_cols, count, HV, K)
+    at = tl.where((steps < half)[:, None], first[None, :], second[None, :])
+    return tl.where(inside, (G_tile - at).to(tl.float32), 0.0)
+
+
+@triton.jit
+def boundary_decay(G_tile, G_ptr, steps, cols, in_cols, inside, count, HV: tl.constexpr, K: tl.constexpr):
+    """What carries each step to the boundary between the halves of the chunk, from either side."""
+    half: tl.constexpr = G_tile.shape[0] // 2
+    away = G_tile - decay_at(G_ptr, half, cols, in_cols, count, HV, K)[None, :]
+    return exp32(tl.where(inside, tl.where((steps < half)[:, None], -away, away), 0.0))
+
+
+@triton.jit
+def middle_scores(Q, keys, away, for_q, for_k, PRECISION: tl.constexpr):
+    """The scores of q and of k against k, with those of some channels added, through steps that they are `away` from. Only
+    those below the diagonal, between steps that share such a step, are any use: others may be infinite, or NaN."""
+    later = exp32(away)
+    sooner = keys.to(tl.float32) * exp32(-away)
+    high = sooner.to(keys.dtype)
+    queries = (Q.to(tl.float32) * later).to(Q.dtype)
+    for_k += tl.dot((keys.to(tl.float32) * later).to(keys.dtype), tl.trans(high), input_precision=PRECISION)
+    for_q += tl.dot(queries, tl.trans(high), input_precision=PRECISION)
+    if Q.dtype != tl.float32:
+        # what rounding takes from these is most of the error in the gradient of beta, and much of that in o
+        low = (sooner - high.to(tl.float32)).to(Q.dtype)
+        for_q += tl.dot(queries, tl.trans(low), input_precision=PRECISION)
+    return for_q, for_k
+
+
+@triton.jit
+def corner_scores(
+    q_ptr,
+    q_t,
+    k_ptr,
+    k_t,
+    G_ptr,
+    cols,
+    in_cols,
+    count,
+    for_q,
+    for_k,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The scores of the second half of a chunk against the keys of the first, `[32, 32]`, with those of some channels added:
+    through the boundary between them."""
+    half: tl.constexpr = for_q.shape[0]
+    sooner = tl.arange(0, half)[:, None]
+    later = half + sooner
+    here, there = (sooner < count) & in_cols[None, :], (later < count) & in_cols[None, :]
+    boundary = decay_at(G_ptr, half, cols, in_cols, count, HV, K)[None, :]
+    G_later = tl.load(G_ptr + later.to(tl.int64) * HV * K + cols[None, :], mask=there, other=0.0)
+    G_sooner = tl.load(G_ptr + sooner.to(tl.int64) * HV * K + cols[None, :], mask=here, other=0.0)
+    decay = exp32(tl.where(there, G_later - boundary, 0.0))
+    keys = tl.load(k_ptr + sooner.to(tl.int64) * k_t + cols[None, :], mask=here, other=0.0)
+    keys = (keys.to(tl.float32) * exp32(tl.where(here, boundary - G_sooner, 0.0))).to(keys.dtype)
+    Q = tl.load(q_ptr + later.to(tl.int64) * q_t + cols[None, :], mask=there, other=0.0)
+    rows = tl.load(k_ptr + later.to(tl.int64) * k_t + cols[None, :], mask=there, other=0.0)
+    for_k += tl.dot((rows.to(tl.float32) * decay).to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
+    for_q += tl.dot((Q.to(tl.float32) * decay).to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
+    return for_q, for_k
+
+
+@triton.jit
+def with_corner(scores, corner):
+    """`[64, 64]` scores, those of the second half against the first replaced by `corner` `[32, 32]`."""
+    half: tl.constexpr = corner.shape[0]
+    two = tl.arange(0, 2)
+    place = ((two[:, None] == 1) & (two[None, :] == 0))[:, :, None, None]
+    spread = tl.permute(tl.where(place, corner[None, None, :, :], 0.0), (0, 2, 1, 3))
+    steps = tl.arange(0, 2 * half)
+    across = (steps[:, None] >= half) & (steps[None, :] < half)
+    return tl.where(across, tl.reshape(spread, (2 * half, 2 * half)), scores)
 
 
 @triton.jit
@@ -98,11 +175,12 @@ def decays(
     A_log,
     dt_bias,
     G,
-    far,
+    kinds,
     cu_seqlens,
     table,
     lower_bound,
     near,
+    near_halves,
     T,
     g_b,
     g_t,
@@ -111,15 +189,22 @@ def decays(
     K: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     GATE: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BOUNDED: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """Grid (rows * HV,). Written: the running log decay G of each chunk, float32 or float64 `[B, T, HV, K]`, contiguous; and
-    `far`, int32 `[rows, HV]`: 1 where in any channel a step is further than `near` from the middle of its chunk. A kernel of
-    its own, because a scan and reductions in the loop of `prepare` cost more time than reading G again."""
+    `kinds`, int32 `[rows, HV]`: WHOLE where in no channel a step is further than `near` from the middle of its chunk, HALVES
+    where none is further than `near_halves` from that of its half, else LEVELS; between LEAST and MOST, of which the former
+    is WHOLE or the latter.
+
+    Programs walk along time, AT_ONCE steps at a time, with all channels of a head: a scan would take more instructions than
+    everything else. A kernel of its own, because such a walk has no place between products."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -127,22 +212,58 @@ def decays(
         return
     first = start + c * SIZE
     count = tl.minimum(end - first, SIZE)
-    steps = tl.arange(0, SIZE)
+    cols = tl.arange(0, BK)
+    in_cols = cols < K
     batch64, first64 = (batch + pid * 0).to(tl.int64), (first + pid * 0).to(tl.int64)
-    g_ptr = g + batch64 * g_b + first64 * g_t + hv.to(tl.int64) * g_h
-    G_ptr = G + ((batch64 * T + first64) * HV + hv) * K
-    furthest = 0.0
-    for i in range(0, K, BK):
-        cols = i + tl.arange(0, BK)
-        mask = (steps < count)[:, None] & (cols[None, :] < K)
-        gate = tl.load(g_ptr + steps[:, None].to(tl.int64) * g_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        gate = gate_of(gate, hv, cols, cols < K, A_log, dt_bias, lower_bound, K, GATE, HAS_A, HAS_BIAS, BOUNDED)
-        Gc = tl.cumsum(tl.where(mask, gate, 0.0).to(G.dtype.element_ty), 0)
-        tl.store(G_ptr + steps[:, None] * HV * K + cols[None, :], Gc, mask=mask)
-        middle = tl.sum(tl.where((steps == count // 2)[:, None], Gc, 0.0), 0)
-        away = tl.where(mask, tl.abs(Gc - middle[None, :]), 0.0).to(tl.float32)
-        furthest = tl.maximum(furthest, tl.max(tl.max(away, 1), 0))
-    tl.store(far + pid, tl.where(furthest <= near, 0, 1))
+    g_row = g + batch64 * g_b + first64 * g_t + hv.to(tl.int64) * g_h + cols
+    G_row = G + ((batch64 * T + first64) * HV + hv) * K + cols
+    rate = 1.0
+    bias = tl.zeros([BK], tl.float32)
+    if HAS_A:
+        rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
+    if HAS_BIAS:
+        bias += tl.load(dt_bias + hv * K + cols, mask=in_cols, other=0.0).to(tl.float32)
+    total = tl.zeros([BK], G.dtype.element_ty)
+    middle = total
+    # of each half of the chunk; G stays what it is after the last step
+    middles = ()
+    highest = ()
+    lowest = ()
+    for half in tl.static_range(2):
+        its_middle = total
+        high = tl.full([BK], -float('inf'), G.dtype.element_ty)
+        low = tl.full([BK], float('inf'), G.dtype.element_ty)
+        for block in range(SIZE // 2 // AT_ONCE):
+            begin = half * (SIZE // 2) + block * AT_ONCE
+            loaded = ()
+            for i in tl.static_range(AT_ONCE):
+                mask = in_cols & (cols * 0 + begin + i < count)
+                loaded = loaded + (tl.load(g_row, mask=mask, other=0.0),)
+                g_row += g_t
+            for i in tl.static_range(AT_ONCE):
+                there = cols * 0 + begin + i < count
+                gate = gate_of(loaded[i].to(tl.float32), rate, bias, lower_bound, GATE, BOUNDED)
+                total += tl.where(there & in_cols, gate, 0.0).to(total.dtype)
+                tl.store(G_row, total, mask=there & in_cols)
+                G_row += HV * K
+                if LEAST < MOST:
+                    high, low = tl.maximum(high, total), tl.minimum(low, total)
+                    middle = tl.where(begin + i == count // 2, total, middle)
+                    if i == 0:
+                        its_middle = tl.where(block == SIZE // 4 // AT_ONCE, total, its_middle)
+        middles = middles + (its_middle,)
+        highest = highest + (high,)
+        lowest = lowest + (low,)
+    kind = MOST
+    if LEAST < MOST:
+        away = tl.maximum(tl.maximum(highest[0], highest[1]) - middle, middle - tl.minimum(lowest[0], lowest[1]))
+        kind = tl.where(tl.max(away, 0) <= near, LEAST, MOST)
+        if LEAST + 1 < MOST:
+            sooner = tl.maximum(highest[0] - middles[0], middles[0] - lowest[0])
+            later = tl.maximum(highest[1] - middles[1], middles[1] - lowest[1])
+            furthest = tl.max(tl.maximum(sooner, later), 0)
+            kind = tl.where((kind == MOST) & (furthest <= near_halves), LEAST + 1, kind)
+    tl.store(kinds + pid, kind)
 
 
 @triton.jit
@@ -266,7 +387,7 @@ def prepare(
     v,
     beta,
     G,
-    far,
+    kinds,
     attend,
     selves,
     lower,
@@ -299,6 +420,7 @@ def prepare(
     BK: tl.constexpr,
     BK_ROWS: tl.constexpr,
     BV: tl.constexpr,
+    KIND: tl.constexpr,
     NORMALISE: tl.constexpr,
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
@@ -306,16 +428,16 @@ def prepare(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written, of near chunks, `[B, T, HV, ·]` and contiguous: w (K), u (V), kg (K), qg (K), and the
-    scores scale q k of each step with those before it, `attend` (SIZE), and with itself, `selves` (float32). With FULL also
-    the scores `lower` = tril(k k, -1) in float32 (SIZE), and the inverse (I + beta lower)^-1 (SIZE). G, far: of `decays`.
-    BK_ROWS: channels that `rows`, which has no products, reads at once."""
+    """Grid (rows * HV,). Written, of chunks of KIND, WHOLE or HALVES, `[B, T, HV, ·]` and contiguous: w (K), u (V), kg (K),
+    qg (K), and the scores scale q k of each step with those before it, `attend` (SIZE), and with itself, `selves` (float32).
+    With FULL also the scores `lower` = tril(k k, -1) in float32 (SIZE), and the inverse (I + beta lower)^-1 (SIZE).
+    G, kinds: of `decays`. BK_ROWS: channels that `rows`, which has no products, reads at once."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
     if n < 0:
         return
-    if tl.load(far + pid) == 1:
+    if tl.load(kinds + pid) != KIND:
         return
     first = start + c * SIZE
     count = tl.minimum(end - first, SIZE)
@@ -333,6 +455,9 @@ def prepare(
     diagonal, q_norm, k_norm = rows(q_ptr, q_t, k_ptr, k_t, time, inside, K, BK_ROWS, NORMALISE)
     for_k = tl.zeros([SIZE, SIZE], tl.float32)
     for_q = tl.zeros([SIZE, SIZE], tl.float32)
+    if KIND == HALVES:
+        corner_k = tl.zeros([SIZE // 2, SIZE // 2], tl.float32)
+        corner_q = tl.zeros([SIZE // 2, SIZE // 2], tl.float32)
     G_ptr = G + token * K
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
@@ -342,18 +467,17 @@ def prepare(
         G_last = tl.load(G_ptr + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
         Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
-        away = from_middle(Gc, G_ptr, cols, cols < K, mask, count, HV, K)
-        later = exp32(away)
-        sooner = keys.to(tl.float32) * exp32(-away)
-        high = sooner.to(keys.dtype)
-        queries = (Q.to(tl.float32) * later).to(Q.dtype)
-        for_k += tl.dot((keys.to(tl.float32) * later).to(keys.dtype), tl.trans(high), input_precision=PRECISION)
-        for_q += tl.dot(queries, tl.trans(high), input_precision=PRECISION)
-        if Q.dtype != tl.float32:
-            # what rounding takes from these is most of the error in the gradient of beta, and much of that in o
-            low = (sooner - high.to(tl.float32)).to(Q.dtype)
-            for_q += tl.dot(queries, tl.trans(low), input_precision=PRECISION)
+        if KIND == HALVES:
+            away = from_middles(Gc, G_ptr, steps, cols, cols < K, mask, count, HV, K)
+            corner_q, corner_k = corner_scores(
+                q_ptr, q_t, k_ptr, k_t, G_ptr, cols, cols < K, count, corner_q, corner_k, HV, K, PRECISION
+            )
+        else:
+            away = from_middle(Gc, G_ptr, cols, cols < K, mask, count, HV, K)
+        for_q, for_k = middle_scores(Q, keys, away, for_q, for_k, PRECISION)
         store_decayed(Q, keys, Gc, G_last, q_norm * scale, k_norm, at, mask, w + token * K, kg + token * K, qg + token * K)
+    if KIND == HALVES:
+        for_q, for_k = with_corner(for_q, corner_q), with_corner(for_k, corner_k)
     A = store_scores(
         for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend, selves, lower, token, HV, SIZE, FULL
     )
@@ -363,13 +487,13 @@ def prepare(
 
 
 @triton.jit(do_not_specialize=['T'])
-def prepare_by_halves(
+def prepare_by_levels(
     q,
     k,
     v,
     beta,
     G,
-    far,
+    kinds,
     attend,
     selves,
     lower,
@@ -408,13 +532,13 @@ def prepare_by_halves(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). What `prepare` writes, of far chunks."""
+    """Grid (rows * HV,). What `prepare` writes, of chunks of the kind LEVELS."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
     if n < 0:
         return
-    if tl.load(far + pid) == 0:
+    if tl.load(kinds + pid) != LEVELS:
         return
     first = start + c * SIZE
     count = tl.minimum(end - first, SIZE)

@@ -7,6 +7,7 @@ recomputation. With `keep` (the operation's `disable_recompute`) the forward kee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,16 +18,16 @@ from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.kda.kernels.backward import channels_backward, heads_backward, pairs_backward
-from fla.ops.kda.kernels.forward import decays, outputs, prepare, prepare_by_halves
+from fla.ops.kda.kernels.forward import HALVES, LEVELS, WHOLE, decays, outputs, prepare, prepare_by_levels
 from fla.ops.kda.kernels.states import states_forward
 from fla.ops.kda.kernels.states_backward import states_backward
 from fla.utils.devices import capability_of, shared_memory_of
 from fla.utils.sizes import cdiv, next_power_of_2
 
 SIZE = 64
-# How far, in log decays, a step of a near chunk may be from the middle: see forward.py. The kernels of the other chunks keep
-# from wgmma where it may be miscompiled: some of their forms were, see docs/kernels.md.
-NEAR = 60.0
+# How far, in log decays, a step may be from the middle of its chunk, or of its half of one: see forward.py. The backward of
+# the kind HALVES, and kernels of LEVELS, keep from wgmma where it may be miscompiled: they were, see docs/kernels.md.
+NEAR, NEAR_HALVES = 60.0, 80.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Saved(NamedTuple):
     table: torch.Tensor | None
     offsets: torch.Tensor | None
     G: torch.Tensor | None = None
-    far: torch.Tensor | None = None
+    kinds: torch.Tensor | None = None
     attend: torch.Tensor | None = None
     selves: torch.Tensor | None = None
     lower: torch.Tensor | None = None
@@ -99,7 +100,7 @@ class _Chunks(NamedTuple):
     """What `_chunks` computes; see the kernels that write it."""
 
     G: torch.Tensor
-    far: torch.Tensor
+    kinds: torch.Tensor
     attend: torch.Tensor
     selves: torch.Tensor
     lower: torch.Tensor
@@ -354,7 +355,7 @@ def within_chunks(
         num_warps=4,
     )
 
-    # by halves, 32 channels in float32 take 104 KiB of shared memory
+    # by levels, 32 channels in float32 take 104 KiB of shared memory
     small = _shared_memory(k.device) < shared_memory_of((8, 0))
     BK = _block(K, 16 if small and k.element_size() > 2 else 32)
     kblocks = cdiv(K, BK)
@@ -368,15 +369,15 @@ def within_chunks(
         dA_parts = parts(layout.rows, HV, kblocks, dtype=torch.float32, device=k.device)
     if settings.gate and dt_bias is not None:
         dbias_parts = parts(layout.rows, HV, K, dtype=torch.float32, device=k.device)
-    for by_halves in (False, True):
-        launch(channels_backward, (kblocks * programs,), wgmma=not by_halves)(
+    for kind in _kinds(settings, k.dtype):
+        launch(channels_backward, (kblocks * programs,), wgmma=kind == WHOLE.value)(
             q,
             k,
             g,
             A_log,
             dt_bias,
             chunks.G,
-            chunks.far,
+            chunks.kinds,
             chunks.v_new,
             chunks.h,
             dh,
@@ -412,11 +413,11 @@ def within_chunks(
             HAS_A=A_log is not None,
             HAS_BIAS=dt_bias is not None,
             BOUNDED=settings.lower_bound is not None,
-            BY_HALVES=by_halves,
+            KIND=kind,
             PACKED=layout.packed,
             PRECISION=precision,
-            # by halves a program holds more than the registers of four warps
-            num_warps=8 if by_halves else 4,
+            # by levels a program holds more than the registers of four warps
+            num_warps=8 if kind == LEVELS.value else 4,
         )
     dA = None if dA_parts is None or A_log is None else dA_parts.sum((0, 2)).view(A_log.shape).to(A_log.dtype)
     dbias = None if dbias_parts is None or dt_bias is None else dbias_parts.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
@@ -428,7 +429,7 @@ class _Prepared(NamedTuple):
     """What `_prepare` computes; see the kernels that write it."""
 
     G: torch.Tensor
-    far: torch.Tensor
+    kinds: torch.Tensor
     attend: torch.Tensor
     selves: torch.Tensor
     lower: torch.Tensor | None
@@ -465,35 +466,42 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
         lower, inverse = empty(SIZE, torch.float32), empty(SIZE)
     attend, w, u, kg, qg = (empty(width) for width in (SIZE, K, V, K, K))
     selves = torch.empty(B, T, HV, dtype=torch.float32, device=k.device)
-    far = torch.empty(layout.rows, HV, dtype=torch.int32, device=k.device)
-    half = k.dtype == torch.float16
+    of_chunks = torch.empty(layout.rows, HV, dtype=torch.int32, device=k.device)
+    kinds = _kinds(settings, k.dtype)
     launch(decays, (layout.rows * HV,))(
-        *(g, A_log, dt_bias, G, far, cu_seqlens, table),
-        # float16 has not the range for products through the middle of a chunk: all chunks are far
-        *(settings.lower_bound or 0.0, -1.0 if half else NEAR, T, *g.stride()[:3]),
+        *(g, A_log, dt_bias, G, of_chunks, cu_seqlens, table, settings.lower_bound or 0.0, NEAR, NEAR_HALVES, T),
+        *g.stride()[:3],
         HV=HV,
         K=K,
         SIZE=SIZE,
-        BK=_block(K, 64),
+        BK=_block(K, 256),
+        AT_ONCE=16,
         GATE=settings.gate,
-        HAS_A=A_log is not None,
-        HAS_BIAS=dt_bias is not None,
+        HAS_A=settings.gate and A_log is not None,
+        HAS_BIAS=settings.gate and dt_bias is not None,
         BOUNDED=settings.lower_bound is not None,
+        LEAST=kinds[0],
+        MOST=kinds[-1],
         PACKED=layout.packed,
-        num_warps=4,
+        num_warps=1,
     )
-    for kernel in (prepare_by_halves,) if half else (prepare, prepare_by_halves):
-        wide = k.element_size() == 2 and kernel is prepare
-        launch(kernel, (layout.rows * HV,), wgmma=kernel is prepare)(
-            *(q, k, v, beta, G, far, attend, selves, lower, inverse, w, u, kg, qg, cu_seqlens, table, settings.scale, T),
+    for kind in kinds:
+        by_levels = kind == LEVELS.value
+        wide = k.element_size() == 2 and not by_levels
+        kernel, of_kind = prepare_by_levels, {}
+        if not by_levels:
+            kernel, of_kind = prepare, {'BK_ROWS': _block(K, 128 if wide else 32), 'KIND': kind}
+        launch(kernel, (layout.rows * HV,), wgmma=not by_levels)(
+            *(q, k, v, beta, G, of_chunks, attend, selves, lower, inverse, w, u, kg, qg),
+            *(cu_seqlens, table, settings.scale, T),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *beta.stride()),
+            **of_kind,
             H=H,
             HV=HV,
             K=K,
             V=V,
             SIZE=SIZE,
             BK=_block(K, 64 if wide else 32),
-            **({'BK_ROWS': _block(K, 128 if wide else 32)} if kernel is prepare else {}),
             BV=_block(V, 64 if k.element_size() == 2 else 32),
             NORMALISE=settings.normalise,
             SIGMOID=settings.sigmoid,
@@ -505,7 +513,20 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
             # with its loads pipelined it was wrong on a Hopper with Triton 3.6: see docs/kernels.md
             num_stages=1,
         )
-    return _Prepared(G, far, attend, selves, lower, inverse, w, kg, qg, u)
+    return _Prepared(G, of_chunks, attend, selves, lower, inverse, w, kg, qg, u)
+
+
+def _kinds(settings: Settings, dtype: torch.dtype) -> tuple[int, ...]:
+    """Of chunks that such a call can have, the least first: see forward.py."""
+    if dtype == torch.float16:
+        # has not the range for products through the middle of anything
+        return (LEVELS.value,)
+    lowest = -math.inf if not settings.gate or settings.lower_bound is None else settings.lower_bound
+    if lowest >= -NEAR / (SIZE // 2):
+        return (WHOLE.value,)
+    if lowest >= -NEAR_HALVES / (SIZE // 4):
+        return WHOLE.value, HALVES.value
+    return WHOLE.value, HALVES.value, LEVELS.value
 
 
 def _recurrence(
