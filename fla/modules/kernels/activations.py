@@ -15,6 +15,7 @@ import triton.language as tl
 
 from fla.modules.kernels.rows import rows
 from fla.ops.backends.opaque import opaque
+from fla.ops.common.kept_launch import launch_kernel
 from fla.ops.common.reference import without_autocast
 from fla.ops.common.triton_call import DEVICES, on_device_of
 from fla.utils.sizes import cdiv, next_power_of_2
@@ -99,7 +100,7 @@ def _launch_forward(x: torch.Tensor, y: torch.Tensor | None, dtype: torch.dtype)
         count, D = 1, z.numel()
     block_rows, block, grid = _tile(count, D, x.element_size())
     with on_device_of(x):
-        _forward[grid](x, second, z, count, D, x_row, second_row, y is None, block_rows, block)
+        launch_kernel(_forward, grid, x, second, z, count, D, x_row, second_row, y is None, block_rows, block)
     return z
 
 
@@ -121,7 +122,9 @@ def _launch_backward(
         count, D = 1, dz.numel()
     block_rows, block, grid = _tile(count, D, x.element_size())
     with on_device_of(x):
-        _backward[grid](
+        launch_kernel(
+            _backward,
+            grid,
             *(x, second, dz, dx, dy, z, count, D, x_row, second_row, dz_row, d_row),
             *(y is None, block_rows, block),
         )

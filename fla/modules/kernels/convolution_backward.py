@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from fla.modules.kernels.convolution_common import _bound, _dense, _offset, _root, _strides, _weights, _window
+from fla.ops.common.kept_launch import launch_kernel
 from fla.ops.common.kernels.layout import sequence_of
 from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
 from fla.utils.sizes import next_power_of_2
@@ -444,7 +445,9 @@ def launch_backward(
     programs = batch * (tiles + extra) * -(-D // block)
     with on_device_of(x):
         if programs:
-            _backward[(programs,)](
+            launch_kernel(
+                _backward,
+                (programs,),
                 *(x, weight, bias, initial_state, cu_seqlens, dy, dfinal, dx, dstate, partial),
                 *(length, D, count, tiles, extra, count.bit_length(), *_strides(x, 2), *weight.stride(), *_strides(bias, 1)),
                 *(*_strides(initial_state, 3), *_strides(dy, 2), *_strides(dfinal, 3)),
@@ -453,5 +456,5 @@ def launch_backward(
                 num_warps=1,
             )
         if D:
-            _add_tiles[(-(-D // 32), columns)](partial, dweight, dbias, batch * tiles, D, W, columns, 64, 32)
+            launch_kernel(_add_tiles, (-(-D // 32), columns), partial, dweight, dbias, batch * tiles, D, W, columns, 64, 32)
     return dx, dweight, dbias, dstate

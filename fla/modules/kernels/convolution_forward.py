@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from fla.modules.kernels.convolution_common import _activated, _bound, _dense, _offset, _strides, _weights, _window
+from fla.ops.common.kept_launch import launch_kernel
 from fla.ops.common.kernels.layout import sequence_of
 from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
 from fla.utils.sizes import next_power_of_2
@@ -330,7 +331,9 @@ def launch_forward(
     programs = batch * (tiles + extra) * -(-D // block)
     if programs:
         with on_device_of(x):
-            _forward[(programs,)](
+            launch_kernel(
+                _forward,
+                (programs,),
                 *(x, weight, bias, residual, initial_state, cu_seqlens, y, final),
                 *(length, D, count, tiles, extra, count.bit_length()),
                 *(*_strides(x, 2), *_strides(residual, 2), *weight.stride(), *_strides(bias, 1)),

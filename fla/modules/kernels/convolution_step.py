@@ -17,6 +17,7 @@ from fla.modules.kernels.convolution_common import (
     _strides,
     _weights,
 )
+from fla.ops.common.kept_launch import launch_kernel
 from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
 from fla.utils.sizes import next_power_of_2
 
@@ -114,7 +115,9 @@ def launch_update(
     programs = -(-count // rows) * -(-D // block)
     if programs:
         with on_device_of(x):
-            _update[(programs,)](
+            launch_kernel(
+                _update,
+                (programs,),
                 *(
                     x,
                     stored,

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fla.ops.common.kept_launch import launch_kernel
 from fla.ops.common.kernels.gates import exp32
 from fla.ops.common.triton_call import on_device_of
 from fla.utils.sizes import cdiv, next_power_of_2
@@ -321,7 +322,9 @@ def launch_forward(
         capped = options.logit_softcapping != 0
         tile = _forward_tile(logits, capped)
         with on_device_of(logits):
-            _forward[(count,)](
+            launch_kernel(
+                _forward,
+                (count,),
                 *(logits, target, losses, z_losses, maximum, log_sum, logits.stride(0), target.stride(0), V),
                 *options.numbers,
                 *(capped, options.label_smoothing != 0, partial, *tile),
@@ -348,7 +351,9 @@ def launch_backward(
     block = _backward_tile(logits, dlogits, capped)
     grid: tuple[Any, ...] = (count, cdiv(V, block))
     with on_device_of(logits):
-        _backward[grid](
+        launch_kernel(
+            _backward,
+            grid,
             *(logits, target, maximum, log_sum, dlosses, dlogits, logits.stride(0), dlogits.stride(0)),
             *(target.stride(0), dlosses.stride(0), V),
             *options.numbers,
@@ -365,7 +370,9 @@ def reduced(
     0 if there is none: float32 numbers."""
     loss, share = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
     with on_device_of(losses):
-        _reduced[(1,)](
+        launch_kernel(
+            _reduced,
+            (1,),
             *(losses, target, loss, share, target.stride(0), losses.shape[0], ignore_index, reduction == 'mean', 2048),
             num_warps=8,
         )
@@ -377,5 +384,5 @@ def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
     if x.numel():
         with on_device_of(x):
-            _scaled[(cdiv(x.numel(), 4096),)](x, factor, y, x.numel(), 4096)
+            launch_kernel(_scaled, (cdiv(x.numel(), 4096),), x, factor, y, x.numel(), 4096)
     return y

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from fla.modules.kernels.rows import rows
+from fla.ops.common.kept_launch import launch_kernel
 from fla.utils.devices import check_shared_mem, multiprocessors_of
 from fla.utils.sizes import next_power_of_2
 
@@ -412,10 +413,11 @@ def forward(
     read = D * (x.element_size() + (0 if residual is None else residual.element_size()))
     rule = _forward_rule(D, norm.num_groups, norm.kind, g is not None, residual is not None, total is not None, read)
     if isinstance(rule, _Tiles):
-        _forward_long[count, norm.num_groups](*arguments, *strides, norm.eps, **options, **rule._asdict())
+        grid = (count, norm.num_groups)
+        launch_kernel(_forward_long, grid, *arguments, *strides, norm.eps, **options, **rule._asdict())
         return y, total
     grid = (-(-count // rule.ROWS), norm.num_groups // rule.SIDE)
-    _forward[grid](*arguments, count, *strides, norm.eps, **options, **rule._asdict())
+    launch_kernel(_forward, grid, *arguments, count, *strides, norm.eps, **options, **rule._asdict())
     return y, total
 
 
@@ -459,13 +461,13 @@ def backward(
     options = {'D': D, 'GROUPS': norm.num_groups, 'KIND': norm.kind, 'ACTIVATION': norm.activation, 'BD': BD}
     grid = (programs, norm.num_groups)
     if D > IN_REGISTERS[1]:
-        _backward_long[grid](*arguments, *strides, norm.eps, **options, num_warps=num_warps)
+        launch_kernel(_backward_long, grid, *arguments, *strides, norm.eps, **options, num_warps=num_warps)
     else:
         read = sum(one.element_size() for one in inputs if one is not None) * ROWS * BD
         stages = _stages(x.device, read, num_warps) if rule.programs else 0
         # tiles are under way on NVIDIA alone, as is a limit of registers
         limits = {'num_warps': num_warps, **({'maxnreg': rule.registers} if stages > 1 and rule.registers else {})}
-        _backward[grid](*arguments, *strides, norm.eps, **options, ROWS=ROWS, STAGES=stages, **limits)
+        launch_kernel(_backward, grid, *arguments, *strides, norm.eps, **options, ROWS=ROWS, STAGES=stages, **limits)
     return Gradients(dx, dresidual, dg, *_added(parameters, sums))
 
 
@@ -475,7 +477,8 @@ def _added(parameters: list[torch.Tensor | None], sums: list[torch.Tensor | None
     added = [None if p is None else _new(p, p.dtype) for p in parameters]
     if given:
         width = given[0][0].numel()
-        _add_programs[(-(-width // 32), len(given))](*sums, *added, given[0].shape[0], W=width, ROWS=64, BW=32, num_warps=4)
+        grid = (-(-width // 32), len(given))
+        launch_kernel(_add_programs, grid, *sums, *added, given[0].shape[0], W=width, ROWS=64, BW=32, num_warps=4)
     return added
 
 

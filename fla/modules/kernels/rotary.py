@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from fla.ops.backends.opaque import opaque
+from fla.ops.common.kept_launch import launch_kernel
 from fla.ops.common.kernels.layout import sequence_of
 from fla.ops.common.triton_call import DEVICES, as_stored, on_device_of
 from fla.utils.sizes import cdiv, next_power_of_2
@@ -166,7 +167,9 @@ def _launch(
     rows = max(1, 4096 // (x.element_size() * max(2 * block_half, block_rest)))
     warps = min(max(2 * block_half, block_rest) * rows // 512, 16) if rows == 1 else 4
     with on_device_of(x):
-        _rotate[(cdiv(B * T * H, rows),)](
+        launch_kernel(
+            _rotate,
+            (cdiv(B * T * H, rows),),
             *(x, y, cos, sin, offsets, cu_seqlens, B * T * H, T, H, _reciprocal(T), _reciprocal(H)),
             *(offset, count, count.bit_length(), cos.shape[0]),
             *(*x.stride(), *y.stride(), cos.stride(0), sin.stride(0)),

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from fla.ops.common.assembler import launch_options
+from fla.ops.common.kept_launch import launch_kernel
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -39,7 +40,7 @@ def launch(kernel: Any, grid: tuple[int, ...], wgmma: bool = True) -> Callable[.
     more = launch_options(wgmma)
     calls = _collected.calls
     if calls is None:
-        return functools.partial(kernel[grid], **more) if more else kernel[grid]
+        return functools.partial(launch_kernel, kernel, grid, **more)
 
     def collect(*args: Any, **options: Any) -> None:
         # in the order of a launch: Triton's key of a compiled kernel depends on it

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fla.ops.common.kept_launch import launch_kernel
 from fla.utils.sizes import cdiv, next_power_of_2
 
 ROWS = 16  # of a program
@@ -41,7 +42,7 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
     K = x.shape[-1]
     count = x.numel() // K
-    _forward[(cdiv(count, ROWS),)](x, y, count, K, next_power_of_2(K), ROWS)
+    launch_kernel(_forward, (cdiv(count, ROWS),), x, y, count, K, next_power_of_2(K), ROWS)
     return y
 
 
@@ -50,5 +51,5 @@ def normalized_backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     dx = torch.empty_like(x)
     K = x.shape[-1]
     count = x.numel() // K
-    _backward[(cdiv(count, ROWS),)](x, dy, dx, count, K, next_power_of_2(K), ROWS)
+    launch_kernel(_backward, (cdiv(count, ROWS),), x, dy, dx, count, K, next_power_of_2(K), ROWS)
     return dx

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fla.ops.common.kept_launch import launch_kernel
 from fla.utils.sizes import cdiv
 
 
@@ -51,7 +52,7 @@ def layout_of(batch: int, length: int, size: int, cu_seqlens: torch.Tensor | Non
     rows = cdiv(length, size) + count
     table = torch.empty(rows, 2, dtype=torch.int32, device=cu_seqlens.device)
     offsets = torch.empty(count + 1, dtype=torch.int32, device=cu_seqlens.device)
-    _fill_table[(count + 1,)](cu_seqlens, table, offsets, length, count, rows, SIZE=size, BLOCK=256)
+    launch_kernel(_fill_table, (count + 1,), cu_seqlens, table, offsets, length, count, rows, SIZE=size, BLOCK=256)
     return Layout(size, count, rows, table, offsets, cu_seqlens)
 
 

@@ -7,6 +7,7 @@ repeats the states.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -67,7 +68,7 @@ def _kind(
     *rest: Any,
 ) -> Hashable:
     """What the kernels are compiled for."""
-    turns = _Rule(q, q.shape[3], v.shape[3]).turns(v, cu_seqlens is not None)
+    turns = _rule(q, q.shape[3], v.shape[3]).turns(v, cu_seqlens is not None)
     return (*kind_of_step(q, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *rest), turns)
 
 
@@ -100,7 +101,7 @@ def chunk_forward(
     heads, dim_v = v.shape[2:]
     layout = layout_of(batch, length, CHUNK, cu_seqlens)
     common = _common(q, v, layout)
-    rule = _Rule(q, dim_k, dim_v)
+    rule = _rule(q, dim_k, dim_v)
     normalise = options.use_qk_l2norm_in_kernel
     G = _empty(q, batch, length, heads, dtype=precisions.of_sums(q.dtype))
     inverse = _empty(q, batch, length, heads, CHUNK)
@@ -177,7 +178,7 @@ def chunk_backward(
     heads, dim_v = v.shape[2:]
     layout = layout_of(batch, length, CHUNK, cu_seqlens)
     common = _common(q, v, layout)
-    rule = _Rule(q, dim_k, dim_v)
+    rule = _rule(q, dim_k, dim_v)
     normalise = options.use_qk_l2norm_in_kernel
     of_beta = {'SIGMOID': options.use_beta_sigmoid_in_kernel, 'DOUBLE': options.allow_neg_eigval}
     strides_qk = (*q.stride()[:3], *k.stride()[:3])
@@ -352,6 +353,11 @@ def _states(
     return h, v_new, final
 
 
+def _rule(x: torch.Tensor, dim_k: int, dim_v: int) -> _Rule:
+    """Of this call, which differs little from the one before: all that it takes is asked on each."""
+    return _rule_of(capability_of(x.device), x.element_size() > 2, not launch_options(), dim_k, dim_v)
+
+
 def _width(dim: int) -> int:
     """Of a tile: 16 at least, for products."""
     return next_power_of_2(max(dim, 16))
@@ -363,11 +369,9 @@ class _Rule:
     Measured on an H200 (torch 2.11, Triton 3.6) at K = V = 128 in bf16; elsewhere chosen to fit and to spill little.
     """
 
-    def __init__(self, x: torch.Tensor, dim_k: int, dim_v: int) -> None:
-        capability = capability_of(x.device)
+    def __init__(self, capability: tuple[int, int] | None, wide: bool, wgmma: bool, dim_k: int, dim_v: int) -> None:
+        """wide: products are in fp32, so three, which take three times the registers."""
         major = capability[0] if capability else 0
-        # products in fp32 are three, and take three times the registers
-        wide = x.element_size() > 2
         small = shared_memory_of(capability) < shared_memory_of((8, 0))
         block = 32 if wide else 64
         self.block_k = min(block, _width(dim_k))
@@ -381,7 +385,7 @@ class _Rule:
         # With a third stage only one program fits a multiprocessor of a Hopper, and more is spilled where there is no wgmma.
         self.through_stages = 1 if few else 2
         self.of_within = {'BK': self.block_k, 'BV': self.block_v, 'num_stages': self.stages}
-        if major == 9 and not wide and not launch_options():
+        if major == 9 and not wide and wgmma:
             # Products are asynchronous, and tiles are used outside of them too: none may be loaded ahead (docs/kernels.md).
             block_v = 64 if dim_v > 128 else _width(dim_v)
             self.of_within = {'BK': min(128, _width(dim_k)), 'BV': block_v, 'num_stages': 1}
@@ -409,6 +413,9 @@ class _Rule:
         batch, length, heads, dim_v = v.shape
         blocks, chunks = -(-dim_v // self.state_block_v), -(-length // CHUNK)
         return turns_of(batch * heads, blocks, chunks, multiprocessors_of(v.device))
+
+
+_rule_of = functools.cache(_Rule)
 
 
 def _common(q: torch.Tensor, v: torch.Tensor, layout: Layout) -> dict[str, Any]:

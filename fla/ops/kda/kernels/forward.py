@@ -1,3 +1,5 @@
+# mypy: disable-error-code="assignment, unreachable, misc"
+# Tuples grow in `decays`, which Python's types cannot follow.
 """Forward of chunked Kimi delta attention: what is parallel over chunks, each of which goes into its WY form.
 
 With one decay per channel, the scores of a chunk, sum_c x_ic e^{G_ic - G_jc} k_jc for j < i, are a product only through a

@@ -7,6 +7,7 @@ recomputation. With `keep` (the operation's `disable_recompute`) the forward kee
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -574,6 +575,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+@functools.cache
 def _block(width: int, most: int) -> int:
     """Columns of a tile: a power of two, at least 16 (for a product) and at most `most`."""
     return min(most, next_power_of_2(max(width, 16)))
