@@ -311,7 +311,8 @@ def _vendors(result: Result) -> str:
     ]
     parts = [
         f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, {versions}. Of each case the result '
-        'nearest to its bound, and what comes of a second call, of compiled code, and of a captured graph.',
+        'nearest to its bound, and what comes of a second call, of compiled code, and of a captured graph.'
+        f'{_note(result)}',
         table(['case and result', 'vendor', 'default', 'bound', ''], errors),
         table(['', 'B, T, H', 'norms', 'backend', 'forward ms', 'with backward ms', 'peak MiB'], times),
     ]

@@ -21,8 +21,14 @@ def names() -> list[str]:
         return list(load(patch).CASES)
 
 
+# Cases that a vendor's kernel rounds too much for.
+BEYOND = {'kda.long.weak': 'FlashKDA is 8.5e-3 off where the bound is 7.4e-3: docs/kernels.md'}
+
+
 @pytest.mark.parametrize('name', names())
-def test_the_package(monkeypatch, name):
+def test_the_package(request, monkeypatch, name):
+    if name in BEYOND:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=BEYOND[name]))
     vendors = load(monkeypatch)
     package = vendors.VENDORS[vendors.family(name)]
     if importlib.util.find_spec(package) is None:
