@@ -51,6 +51,13 @@ def l2norm(x: torch.Tensor, eps: float = L2_EPS) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
+def l2norms(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`l2norm` of q and of k `[B, T, H, K]`. Of a single step together: its time is that of calling PyTorch."""
+    if q.shape[1] == 1:
+        return l2norm(torch.stack((q, k))).unbind()
+    return l2norm(q), l2norm(k)
+
+
 def beta_sigmoid(beta: torch.Tensor, allow_neg_eigval: bool = False) -> torch.Tensor:
     """`sigmoid(beta)`, doubled where negative eigenvalues are allowed."""
     beta = wide(beta).sigmoid()

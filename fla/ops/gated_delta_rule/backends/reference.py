@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import BaseBackend
-from fla.ops.common.gates import beta_sigmoid, gdn_gate, l2norm
+from fla.ops.common.gates import beta_sigmoid, gdn_gate, l2norms
 from fla.ops.common.reference import delta_rule
 
 
@@ -39,7 +39,7 @@ class GatedDeltaRuleReference(BaseBackend):
         dt_bias: torch.Tensor | None = None,
         chunk_size: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k = (l2norm(q), l2norm(k)) if use_qk_l2norm_in_kernel else (q, k)
+        q, k = l2norms(q, k) if use_qk_l2norm_in_kernel else (q, k)
         if use_gate_in_kernel and A_log is not None:
             g = gdn_gate(g, A_log, dt_bias)
         beta = beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
@@ -68,7 +68,7 @@ class GatedDeltaRuleReference(BaseBackend):
         A_log: torch.Tensor | None = None,
         dt_bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k = (l2norm(q), l2norm(k)) if use_qk_l2norm_in_kernel else (q, k)
+        q, k = l2norms(q, k) if use_qk_l2norm_in_kernel else (q, k)
         if use_gate_in_kernel and g is not None and A_log is not None:
             g = gdn_gate(g, A_log, dt_bias)
         if gk is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import BaseBackend
-from fla.ops.common.gates import beta_sigmoid, kda_gate, l2norm
+from fla.ops.common.gates import beta_sigmoid, kda_gate, l2norms
 from fla.ops.common.reference import delta_rule
 
 
@@ -42,7 +42,7 @@ class KDAReference(BaseBackend):
         dt_bias: torch.Tensor | None = None,
         chunk_size: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        q, k = (l2norm(q), l2norm(k)) if use_qk_l2norm_in_kernel else (q, k)
+        q, k = l2norms(q, k) if use_qk_l2norm_in_kernel else (q, k)
         g = kda_gate(g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
         beta = beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
         result = delta_rule(
@@ -79,7 +79,7 @@ class KDAReference(BaseBackend):
         state_v_first: bool = False,
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k = (l2norm(q), l2norm(k)) if use_qk_l2norm_in_kernel else (q, k)
+        q, k = l2norms(q, k) if use_qk_l2norm_in_kernel else (q, k)
         g = kda_gate(g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
         beta = beta_sigmoid(beta, allow_neg_eigval) if use_beta_sigmoid_in_kernel else beta
         result = delta_rule(q, k, v, g, beta, scale, initial_state, state_v_first, cu_seqlens)
