@@ -180,12 +180,24 @@ def case(name: str) -> dict[str, Any]:
         'same_bits': all(torch.equal(mine[what], again[what]) for what in mine),
         'probe_s': probed - began,
         'first_s': done - compiling,
-        'others': elsewhere(kind, vendor, given),
+        'others': elsewhere(kind, vendor, given, every=name.endswith('.dense')),
     }
 
 
-def elsewhere(kind: str, vendor: str, given: dict[str, Any]) -> dict[str, str]:
-    """Whether a compiled caller, and a CUDA graph, get what eager code gets: 'equal', 'differs', or what was raised."""
+class Whole(torch.nn.Module):
+    """A function as a model, with some arguments given."""
+
+    def __init__(self, function: Callable[..., Any], rest: dict[str, Any]) -> None:
+        super().__init__()
+        self.function, self.rest = function, rest
+
+    def forward(self, **tensors: torch.Tensor) -> Any:
+        return self.function(**tensors, **self.rest)
+
+
+def elsewhere(kind: str, vendor: str, given: dict[str, Any], every: bool) -> dict[str, str]:
+    """Whether a compiled caller and a CUDA graph and, if `every`, code compiled to graphs and an exported program get what
+    eager code gets: 'equal', 'differs', or what was raised."""
     function, operation = FUNCTIONS[kind], OPERATIONS[kind]
     tensors = {name: x for name, x in given.items() if name in FLOATS}
     rest = {name: x for name, x in given.items() if name not in FLOATS}
@@ -206,10 +218,24 @@ def elsewhere(kind: str, vendor: str, given: dict[str, Any]) -> dict[str, str]:
         torch.cuda.synchronize()
         return out
 
+    def compiled_to_graphs() -> tuple[torch.Tensor, ...]:
+        run = torch.compile(lambda **t: function(**t, **rest), fullgraph=True, mode='reduce-overhead')
+        # the first of these warms up, the second captures, the third replays
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            out = run(**tensors)
+        return tuple(x.clone() for x in out)
+
+    def exported() -> tuple[torch.Tensor, ...]:
+        return tuple(torch.export.export(Whole(function, rest), (), tensors, strict=False).module()(**tensors))
+
+    ways = {'compiled': compiled, 'captured': captured}
+    if every:
+        ways |= {'reduce-overhead': compiled_to_graphs, 'exported': exported}
     found = {}
     with use_backend(vendor, op=operation), torch.no_grad():
         right = eager()
-        for what, run in (('compiled', compiled), ('captured', captured)):
+        for what, run in ways.items():
             try:
                 found[what] = 'equal' if all(map(torch.equal, right, run())) else 'differs'
             except Exception as error:

@@ -120,15 +120,42 @@ def test_on_the_current_stream(function):
 
 
 @BOTH
-def test_compiled_callers(function):
+@pytest.mark.parametrize(
+    'how', [{'backend': 'aot_eager'}, {'mode': 'reduce-overhead'}], ids=lambda how: next(iter(how.values()))
+)
+def test_compiled_callers(function, how):
+    """Forward and backward give the bits of eager code; as graphs are captured and replayed, too."""
+    torch._dynamo.reset()
     given = case(function, **LARGE, dtype=BF16)
     leaves = {name: x.detach().requires_grad_() for name, x in given.tensors.items()}
 
-    def loss(**tensors):
-        return function(**tensors)[0].float().square().sum()
+    def results(**tensors):
+        return function(**tensors)[0]
 
     with use_backend('tilelang', op=operation(function)):
-        expected = torch.autograd.grad(loss(**leaves), list(leaves.values()))
-        compiled = torch.compile(loss, fullgraph=True, backend='aot_eager')
-        found = torch.autograd.grad(compiled(**leaves), list(leaves.values()))
-    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+        o = results(**leaves)
+        do = torch.randn_like(o)
+        expected = [o.detach(), *torch.autograd.grad(o, list(leaves.values()), do)]
+        compiled = torch.compile(results, fullgraph=True, **how)
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            o = compiled(**leaves)
+            found = [o.detach().clone(), *torch.autograd.grad(o, list(leaves.values()), do)]
+            assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+    torch._dynamo.reset()
+
+
+@BOTH
+def test_exported(function):
+    given = case(function, **LARGE, dtype=BF16)
+
+    class Model(torch.nn.Module):
+        def forward(self, **tensors):
+            return function(**tensors)
+
+    with use_backend('tilelang', op=operation(function)), torch.no_grad():
+        program = torch.export.export(Model(), (), dict(given.tensors), strict=False)
+        assert any('tilelang' in str(node.target) for node in program.graph.nodes)
+        right, _ = function(**given.tensors)
+        found, _ = program.module()(**given.tensors)
+    assert torch.equal(right, found)

@@ -74,3 +74,12 @@ def test_a_bound_of_the_gates_leaves_out_kernels_that_would_find_no_chunk(monkey
         assert launched.count(launch.channels_backward) == kinds
     else:
         assert len(launch._kinds(Settings(1.0, gate=True), FP32)) == kinds
+
+
+@pytest.mark.parametrize('dtype', [FP32, BF16])
+def test_short_chunks_and_the_strongest_bounded_gates_go_through_the_middles_of_halves(dtype):
+    """Where what is left of a sequence ends before or behind a middle, and at e^80 to either side of it."""
+    lens = [17, 33, 34, 48, 49, 50, 63, 64, 127]
+    check(chunk_kda, case(chunk_kda, dtype=dtype, lens=lens, HV=2, strength=-4.99))
+    given = case(chunk_kda, dtype=dtype, lens=lens, use_gate_in_kernel=True, lower_bound=-5.0, A_log=False, dt_bias=False)
+    check(chunk_kda, given.with_tensors(g=torch.full_like(given.tensors['g'], 30.0)))
