@@ -39,8 +39,8 @@ def inputs(
 
 
 def with_bounded_gates(args: tuple[torch.Tensor, ...], seed: int = 0) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """KDA's inputs as Kimi's models give them: raw gates, down to LOWER_BOUND, and keys of any length; and the rest of the
-    call. Half of the decays of a step are beyond e^-2.5."""
+    """KDA's inputs as Kimi's models give them, with raw gates, down to LOWER_BOUND, and lengths of keys between 0.5 and 2;
+    and the rest of the call, whose tensors get no gradient here. Half of the decays of a step are beyond e^-2.5."""
     q, k, v, g, beta = args
     heads, dim = g.shape[2:]
     generator = torch.Generator(g.device).manual_seed(1000 + seed)
@@ -50,6 +50,7 @@ def with_bounded_gates(args: tuple[torch.Tensor, ...], seed: int = 0) -> tuple[t
 
     flags = {'use_gate_in_kernel': True, 'safe_gate': True, 'lower_bound': LOWER_BOUND, 'use_qk_l2norm_in_kernel': True}
     parameters = {'A_log': normal(heads) * 0.3, 'dt_bias': normal(heads * dim) * 0.5}
+    k = (k.float() * torch.exp2(torch.tanh(normal(*k.shape[:3], 1)))).to(k.dtype)
     return (q, k, v, normal(*g.shape).to(q.dtype), beta), flags | parameters
 
 

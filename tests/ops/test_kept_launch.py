@@ -139,10 +139,18 @@ def test_what_is_left_to_triton(monkeypatch, launched):
 
     arguments, options = [tensor(), tensor(), None, 20, 1, 0.5, True], {'FLAG': True, 'BLOCK': 16, 'num_warps': 1}
     assert kept_launch._key(_scale, tuple(arguments), options) is not None
-    for place, value in ((0, tensor().as_subclass(Other)), (0, None), (1, 3), (5, torch.tensor(0.5)), (3, None)):
+    for place, value in ((0, tensor().as_subclass(Other)), (1, 3), (5, torch.tensor(0.5)), (3, None)):
         given = [*arguments[:place], value, *arguments[place + 1 :]]
         assert kept_launch._key(_scale, tuple(given), options) is None
     assert kept_launch._key(lambda *args: None, tuple(arguments), options) is None
+    monkeypatch.setattr(_scale, 'pre_run_hooks', [print])
+    assert kept_launch._key(_scale, tuple(arguments), options) is None
+    monkeypatch.setattr(_scale, 'pre_run_hooks', [])
+    # one of them on the CPU
+    elsewhere = arguments[1]
+    monkeypatch.setattr(torch.Tensor, 'is_cuda', property(lambda tensor: tensor is not elsewhere))
+    assert kept_launch._key(_scale, tuple(arguments), options) is None
+    assert kept_launch._key(_scale, (arguments[0], arguments[0], *arguments[2:]), options) is not None
     monkeypatch.setattr(torch.Tensor, 'is_cuda', False)
     for _ in range(2):
         launch_kernel(_scale, (2,), *arguments, **options)

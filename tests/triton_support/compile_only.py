@@ -56,6 +56,11 @@ class Compiled:
     seconds: float
     kernel: CompiledKernel
 
+    def constant(self, name: str) -> object:
+        """What was compiled in for a parameter, or None."""
+        source = self.kernel.src
+        return next((value for (place, *_), value in source.constants.items() if source.fn.arg_names[place] == name), None)
+
     @property
     def wrong(self) -> str:
         """Why it does not fit or is not to be trusted, or an empty string."""

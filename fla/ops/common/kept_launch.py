@@ -1,11 +1,11 @@
 """Launches of Triton kernels that were launched alike before.
 
 To find the compiled kernel Triton looks at every argument of every launch: 16 us for one of the larger kernels. Here a
-dictionary has the compiled kernel by all that it depends on. Triton's hooks are called as ever; what one changes of
+dictionary has the compiled kernel by all that it depends on. Hooks around launches are called as ever; what one changes of
 Triton's settings after a kernel's first launch is not looked at.
 
-Kernels take tensors first, then numbers, then what is compiled in. Of others, and of tensors that are no plain ones on a GPU
-of NVIDIA, the launches are Triton's.
+Kernels take tensors first, then numbers, then what is compiled in. Of others, of those with hooks of their own, and of
+tensors that are no plain ones on a GPU of NVIDIA, the launches are Triton's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def _key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[t
         known = _shapes[id(kernel)] = _shape(kernel, args)
     _, count, plain = known
     tensors, numbers, constants = args[:count], args[count:plain], args[plain:]
-    if not ({x.__class__ for x in tensors} <= _PLAIN and count and tensors[0] is not None and tensors[0].is_cuda):
+    if kernel.pre_run_hooks or kernel.launch_metadata or not {x.__class__ for x in tensors} <= _PLAIN:
+        return None
+    # an address says nothing of where it is, of which Triton would ask
+    if {x.is_cuda for x in tensors if x is not None} != {True}:
         return None
     addresses = [None if x is None else x.data_ptr() for x in tensors]
     of_numbers: list[Any] = []

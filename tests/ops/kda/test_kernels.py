@@ -6,7 +6,7 @@ import torch
 pytest.importorskip('triton')
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.kernels import launch
-from fla.ops.kda.kernels.forward import HALVES, LEVELS, WHOLE
+from fla.ops.kda.kernels.forward import BLOCKS, LEVELS, WHOLE
 from fla.ops.kda.kernels.launch import Settings, chunk_forward
 from tests import bounds
 from tests.ops.delta_rules import case
@@ -38,7 +38,7 @@ def test_intermediate_states(v_first):
 
 @pytest.mark.parametrize('lens', [None, [64, 33, 0, 1, 40]], ids=['equal', 'packed'])
 @pytest.mark.parametrize('dtype', [FP32, BF16, torch.float16])
-@pytest.mark.parametrize(('strength', 'kind'), [(-1.0, WHOLE), (-3.0, HALVES), (-4.9, HALVES), (-20.0, LEVELS)])
+@pytest.mark.parametrize(('strength', 'kind'), [(-1.0, WHOLE), (-3.0, BLOCKS), (-4.9, BLOCKS), (-20.0, LEVELS)])
 def test_how_a_chunk_goes_depends_on_its_decays(strength, kind, dtype, lens):
     """By which kernels the cases of the grid are computed. What is left of a sequence may be short enough for its middle."""
     given = case(chunk_kda, dtype=dtype, T=138, lens=lens, strength=strength)
@@ -54,9 +54,10 @@ def test_how_a_chunk_goes_depends_on_its_decays(strength, kind, dtype, lens):
     assert kind == WHOLE or not all(whole)
 
 
-@pytest.mark.parametrize(('lower_bound', 'kinds'), [(-1.5, 1), (-1.875, 1), (-5.0, 2), (-5.1, 3), (None, 3)])
-def test_a_bound_of_the_gates_leaves_out_kernels_that_would_find_no_chunk(monkeypatch, lower_bound, kinds):
-    """And what is left serves gates at the bound itself, where float32 sums are beyond it."""
+@pytest.mark.parametrize('dtype', [FP32, BF16])
+@pytest.mark.parametrize(('lower_bound', 'kinds'), [(-1.5, 1), (-1.875, 1), (-5.0, 2), (-7.5, 2), (-7.6, 3)])
+def test_a_bound_of_the_gates_leaves_out_kernels_that_would_find_no_chunk(monkeypatch, lower_bound, kinds, dtype):
+    """And what is left serves gates at the bound itself, where sums in float32 may be beyond it."""
     launched = []
     stock = launch.launch
 
@@ -65,21 +66,53 @@ def test_a_bound_of_the_gates_leaves_out_kernels_that_would_find_no_chunk(monkey
         return stock(kernel, *more, **options)
 
     monkeypatch.setattr(launch, 'launch', spy)
-    given = case(chunk_kda, T=130, use_gate_in_kernel=True, lower_bound=lower_bound, A_log=False, dt_bias=False)
-    given = given.with_tensors(g=torch.full_like(given.tensors['g'], 30.0).requires_grad_())
-    if lower_bound is not None:
-        check(chunk_kda, given)
-        forward = [kernel for kernel in launched if kernel in (launch.prepare, launch.prepare_by_levels)]
-        assert len(forward) == 2 * kinds  # computed again for the backward
-        assert launched.count(launch.channels_backward) == kinds
-    else:
-        assert len(launch._kinds(Settings(1.0, gate=True), FP32)) == kinds
+    raw = {'use_gate_in_kernel': True, 'lower_bound': lower_bound, 'A_log': False, 'dt_bias': False}
+    given = case(chunk_kda, T=130, dtype=dtype, **raw)
+    check(chunk_kda, given.with_tensors(g=torch.full_like(given.tensors['g'], 30.0)))
+    calls = launched.count(launch.decays)
+    assert calls
+    forward = [kernel for kernel in launched if kernel in (launch.prepare, launch.prepare_by_levels)]
+    assert len(forward) == calls * kinds
+    assert launched.count(launch.channels_backward) == kinds * launched.count(launch.pairs_backward) > 0
+
+
+def test_gates_without_a_bound_may_need_every_kernel():
+    assert launch._kinds(Settings(1.0, gate=True), FP32) == launch._kinds(Settings(1.0), BF16) == (0, 1, 2)
+    assert launch._kinds(Settings(1.0, gate=True, lower_bound=-1.0), torch.float16) == (2,)
 
 
 @pytest.mark.parametrize('dtype', [FP32, BF16])
-def test_short_chunks_and_the_strongest_bounded_gates_go_through_the_middles_of_halves(dtype):
-    """Where what is left of a sequence ends before or behind a middle, and at e^80 to either side of it."""
-    lens = [17, 33, 34, 48, 49, 50, 63, 64, 127]
+def test_short_chunks_of_the_strongest_bounded_gates(dtype):
+    """What is left of a sequence ends before or behind the middle of a block, or a boundary."""
+    lens = [8, 9, 16, 17, 33, 34, 48, 49, 50, 63, 64, 127]
     check(chunk_kda, case(chunk_kda, dtype=dtype, lens=lens, HV=2, strength=-4.99))
     given = case(chunk_kda, dtype=dtype, lens=lens, use_gate_in_kernel=True, lower_bound=-5.0, A_log=False, dt_bias=False)
     check(chunk_kda, given.with_tensors(g=torch.full_like(given.tensors['g'], 30.0)))
+
+
+@pytest.mark.parametrize('dtype', [FP32, BF16])
+@pytest.mark.parametrize('gates', [-1.8, -5.0, -7.4, 'one of -59', 'one of -79'])
+def test_the_size_of_numbers_does_not_matter(dtype, gates):
+    """Neither that of a gradient, which a mean makes small, nor of q and k: what goes through a middle is multiplied by up
+    to e^60. All that is computed is linear in do, and o in q."""
+    strength = gates if isinstance(gates, float) else -1e-3
+    given = case(chunk_kda, dtype=dtype, T=64, K=16, V=16, strength=strength, initial=False)
+    if isinstance(gates, str):
+        given.tensors['g'][:, 16] = float(gates.split()[-1])
+    leaves = {name: x.detach().requires_grad_() for name, x in given.tensors.items()}
+    o, _ = call(chunk_kda, given.with_tensors(**leaves))
+    do = torch.randn_like(o)
+
+    def gradients(scale):
+        found = torch.autograd.grad(o, list(leaves.values()), do * scale, retain_graph=True)
+        return [x.double() / scale for x in found]
+
+    # powers of two, by which bfloat16 loses nothing
+    right = gradients(1.0)
+    for scale in (2.0**-27, 2.0**20):
+        for name, a, b in zip(leaves, right, gradients(scale), strict=True):
+            assert bounds.relative_rms(a, b) <= 1e-6, (name, scale)
+    for scale in (2.0**-17, 2.0**14):
+        with torch.no_grad():
+            scaled, _ = call(chunk_kda, given.with_tensors(q=given.tensors['q'] * scale))
+        assert bounds.relative_rms(o.detach().double(), scaled.double() / scale) <= 1e-6, scale

@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip('triton')
 from fla.ops.common.triton_call import triton_version
 from fla.ops.kda import chunk_kda
+from fla.ops.kda.kernels.forward import BLOCKS
 from fla.ops.kda.kernels.launch import Settings, chunk_backward, chunk_forward
 from tests.ops.delta_rules import case
 from tests.ops.kernels import BF16, EVERYTHING, FP32
@@ -35,6 +36,8 @@ def test_compiles(request, capability, dtype, dim):
     backward = {'states_backward', 'pairs_backward', 'channels_backward', 'heads_backward'}
     assert backward <= {one.name for one in compiled}
     if dtype == BF16 and capability == (9, 0):
-        # `states_backward` with the state V first spills 72 bytes on Triton 3.9, and none without an initial and final state
-        most = {'states_backward': 80}
-        assert all(one.spilled <= most.get(one.name, 64) for one in compiled if one.name in backward)
+        # `states_backward` with the state V first spills 72 bytes on Triton 3.9, none without an initial and final state.
+        # Before 3.9 the kernel for chunks that go through the middles of blocks is made as for an A100.
+        most = {('states_backward', None): 80, ('channels_backward', BLOCKS.value): 400 if OLD_TRITON else 64}
+        spilled = {(one.name, one.constant('KIND')): one.spilled for one in compiled if one.name in backward}
+        assert {which: found for which, found in spilled.items() if found > most.get(which, 64)} == {}

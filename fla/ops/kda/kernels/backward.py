@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
-from fla.ops.kda.kernels.forward import HALVES, LEVELS, boundary_decay, from_middle, from_middles, level_decay
+from fla.ops.kda.kernels.forward import BLOCKS, WHOLE, from_middle, from_middles, level_decay
 
 
 @triton.jit(do_not_specialize=['T'])
@@ -451,7 +451,7 @@ def channels_backward(
     PARTS: tl.constexpr = 1 if d_attend.dtype.element_ty == tl.float32 else 2
     in_parts = (token + own) * SIZE * PARTS + steps[None, :]
     # either order needs the fewer registers where it stands
-    if KIND == LEVELS:
+    if KIND != WHOLE:
         d_query, d_key, dG = through_states(
             do + token * V,
             v_new + token * V,
@@ -478,30 +478,29 @@ def channels_backward(
         )
         d_query += diagonal * unit_keys
         d_key += diagonal * unit_Q
-        for level in range(6):
+        LAST: tl.constexpr = 2 if KIND == BLOCKS else 6
+        for level in range(LAST):
             decay = level_decay(Gc, G + token * K, steps, cols, mask, count, 32 >> level, HV, K)
             d_query, d_key, dG = level_backward(
                 *(Q, keys, q_norm, k_norm, decay, steps, count, 32 >> level, square, in_parts, d_attend, d_lower),
                 *(d_query, d_key, dG, PRECISION),
             )
-    else:
-        if KIND == HALVES:
+        if KIND == BLOCKS:
             away = from_middles(Gc, G + token * K, steps, cols, cols < K, mask, count, HV, K)
-        else:
-            away = from_middle(Gc, G + token * K, cols, cols < K, mask, count, HV, K)
-        BLOCK: tl.constexpr = SIZE // 2 if KIND == HALVES else SIZE
+            dx_q, dx_k, dy = middle_backward(
+                unit_Q, unit_keys, away, steps, inside, square, in_parts, d_attend, d_lower, 16, PRECISION
+            )
+            d_query += dx_q
+            d_key += dx_k + dy
+            dG += unit_Q * dx_q + unit_keys * (dx_k - dy)
+    else:
+        away = from_middle(Gc, G + token * K, cols, cols < K, mask, count, HV, K)
         dx_q, dx_k, dy = middle_backward(
-            unit_Q, unit_keys, away, steps, inside, square, in_parts, d_attend, d_lower, BLOCK, PRECISION
+            unit_Q, unit_keys, away, steps, inside, square, in_parts, d_attend, d_lower, SIZE, PRECISION
         )
         dG = unit_Q * dx_q + unit_keys * (dx_k - dy)
         d_query = diagonal * unit_keys + dx_q
         d_key = diagonal * unit_Q + dx_k + dy
-        if KIND == HALVES:
-            decay = boundary_decay(Gc, G + token * K, steps, cols, cols < K, mask, count, HV, K)
-            d_query, d_key, dG = level_backward(
-                *(Q, keys, q_norm, k_norm, decay, steps, count, BLOCK, square, in_parts, d_attend, d_lower),
-                *(d_query, d_key, dG, PRECISION),
-            )
         to_query, to_key, to_G = through_states(
             do + token * V,
             v_new + token * V,

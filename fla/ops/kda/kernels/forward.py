@@ -6,9 +6,9 @@ With one decay per channel, the scores of a chunk, sum_c x_ic e^{G_ic - G_jc} k_
 step r between them, e^{G_i - G_r} e^{G_r - G_j}. How far apart the steps of a chunk are decides through which, its `kind`:
 
 - WHOLE: the middle of the chunk for all i and j. While no step is further from it than e^60, both factors, and every term
-  that is wanted, are well inside of the range of floats.
-- HALVES: the middle of each half for pairs within it, up to e^80, which is as far as gates of at least -5 get, and the
-  boundary between the halves for the others, with exponents of at most 0.
+  that is wanted, are well inside of the range of floats, whatever they are multiplied with: twelve digits either way.
+- BLOCKS: the middle of each block of 16 steps for pairs within it, with the same limit, which gates of at least -5 stay well
+  within; and for the others, with exponents of at most 0, the boundary between the halves of the chunk, or of a half.
 - LEVELS: at level s a chunk falls into pairs of blocks of s steps, and a step i of the second block sees a step j of the
   first one through the boundary between them. Each pair i > j meets at exactly one of the six levels 32, 16, …, 1, so that
   six products give all scores, with every exponent at most 0.
@@ -28,7 +28,7 @@ from fla.ops.common.kernels.gates import beta_of, exp32, sigmoid, softplus
 from fla.ops.common.kernels.layout import chunk_of
 from fla.ops.common.kernels.solve import below, spread, unit_lower_inverse
 
-WHOLE, HALVES, LEVELS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+WHOLE, BLOCKS, LEVELS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -54,21 +54,24 @@ def decay_at(G_ptr, t, cols, in_cols, count, HV: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def from_middles(G_tile, G_ptr, steps, cols, in_cols, inside, count, HV: tl.constexpr, K: tl.constexpr):
-    """G_t - G_r for r in the middle of t's half of the chunk."""
-    half: tl.constexpr = G_tile.shape[0] // 2
-    first = decay_at(G_ptr, half // 2, cols, in_cols, count, HV, K)
-    second = decay_at(G_ptr, half + half // 2, cols, in_cols, count, HV, K)
-    at = tl.where((steps < half)[:, None], first[None, :], second[None, :])
-    return tl.where(inside, (G_tile - at).to(tl.float32), 0.0)
+def of_block(x0, x1, x2, x3, block):
+    """One of four rows for each step, by which block of 16 it is in."""
+    first = tl.where((block == 0)[:, None], x0[None, :], x1[None, :])
+    second = tl.where((block == 2)[:, None], x2[None, :], x3[None, :])
+    return tl.where((block < 2)[:, None], first, second)
 
 
 @triton.jit
-def boundary_decay(G_tile, G_ptr, steps, cols, in_cols, inside, count, HV: tl.constexpr, K: tl.constexpr):
-    """What carries each step to the boundary between the halves of the chunk, from either side."""
-    half: tl.constexpr = G_tile.shape[0] // 2
-    away = G_tile - decay_at(G_ptr, half, cols, in_cols, count, HV, K)[None, :]
-    return exp32(tl.where(inside, tl.where((steps < half)[:, None], -away, away), 0.0))
+def from_middles(G_tile, G_ptr, steps, cols, in_cols, inside, count, HV: tl.constexpr, K: tl.constexpr):
+    """G_t - G_r for r in the middle of t's block of 16 steps."""
+    at = of_block(
+        decay_at(G_ptr, 8, cols, in_cols, count, HV, K),
+        decay_at(G_ptr, 24, cols, in_cols, count, HV, K),
+        decay_at(G_ptr, 40, cols, in_cols, count, HV, K),
+        decay_at(G_ptr, 56, cols, in_cols, count, HV, K),
+        steps // 16,
+    )
+    return tl.where(inside, (G_tile - at).to(tl.float32), 0.0)
 
 
 @triton.jit
@@ -89,6 +92,12 @@ def middle_scores(Q, keys, away, for_q, for_k, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def turned(x):
+    """With the last two dimensions exchanged."""
+    return tl.permute(x, (0, 2, 1))
+
+
+@triton.jit
 def corner_scores(
     q_ptr,
     q_t,
@@ -104,35 +113,45 @@ def corner_scores(
     K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The scores of the second half of a chunk against the keys of the first, `[32, 32]`, with those of some channels added:
-    through the boundary between them."""
-    half: tl.constexpr = for_q.shape[0]
-    sooner = tl.arange(0, half)[:, None]
-    later = half + sooner
-    here, there = (sooner < count) & in_cols[None, :], (later < count) & in_cols[None, :]
-    boundary = decay_at(G_ptr, half, cols, in_cols, count, HV, K)[None, :]
-    G_later = tl.load(G_ptr + later.to(tl.int64) * HV * K + cols[None, :], mask=there, other=0.0)
-    G_sooner = tl.load(G_ptr + sooner.to(tl.int64) * HV * K + cols[None, :], mask=here, other=0.0)
-    decay = exp32(tl.where(there, G_later - boundary, 0.0))
-    keys = tl.load(k_ptr + sooner.to(tl.int64) * k_t + cols[None, :], mask=here, other=0.0)
-    keys = (keys.to(tl.float32) * exp32(tl.where(here, boundary - G_sooner, 0.0))).to(keys.dtype)
-    Q = tl.load(q_ptr + later.to(tl.int64) * q_t + cols[None, :], mask=there, other=0.0)
-    rows = tl.load(k_ptr + later.to(tl.int64) * k_t + cols[None, :], mask=there, other=0.0)
-    for_k += tl.dot((rows.to(tl.float32) * decay).to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
-    for_q += tl.dot((Q.to(tl.float32) * decay).to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
+    """The scores of the second blocks of pairs of blocks against the keys of the first, `[pairs, HALF, HALF]`, with those of
+    some channels added: through the boundary between the two."""
+    PAIRS: tl.constexpr = for_q.shape[0]
+    HALF: tl.constexpr = for_q.shape[1]
+    begin = tl.arange(0, PAIRS)[:, None, None] * (2 * HALF)
+    sooner = begin + tl.arange(0, HALF)[None, :, None]
+    later = sooner + HALF
+    col = cols[None, None, :]
+    here, there = (sooner < count) & in_cols[None, None, :], (later < count) & in_cols[None, None, :]
+    # where there is no boundary, there is nothing behind it
+    known = (begin + HALF < count) & in_cols[None, None, :]
+    boundary = tl.load(G_ptr + (begin + HALF).to(tl.int64) * HV * K + col, mask=known, other=0.0)
+    G_later = tl.load(G_ptr + later.to(tl.int64) * HV * K + col, mask=there, other=0.0)
+    G_sooner = tl.load(G_ptr + sooner.to(tl.int64) * HV * K + col, mask=here, other=0.0)
+    decay = exp32(-tl.abs(G_later - boundary))
+    keys = tl.load(k_ptr + sooner.to(tl.int64) * k_t + col, mask=here, other=0.0)
+    keys = turned((keys.to(tl.float32) * exp32(-tl.abs(boundary - G_sooner))).to(keys.dtype))
+    Q = tl.load(q_ptr + later.to(tl.int64) * q_t + col, mask=there, other=0.0)
+    rows = tl.load(k_ptr + later.to(tl.int64) * k_t + col, mask=there, other=0.0)
+    for_k += tl.dot((rows.to(tl.float32) * decay).to(keys.dtype), keys, input_precision=PRECISION)
+    for_q += tl.dot((Q.to(tl.float32) * decay).to(keys.dtype), keys, input_precision=PRECISION)
     return for_q, for_k
 
 
 @triton.jit
-def with_corner(scores, corner):
-    """`[64, 64]` scores, those of the second half against the first replaced by `corner` `[32, 32]`."""
-    half: tl.constexpr = corner.shape[0]
-    two = tl.arange(0, 2)
-    place = ((two[:, None] == 1) & (two[None, :] == 0))[:, :, None, None]
-    spread = tl.permute(tl.where(place, corner[None, None, :, :], 0.0), (0, 2, 1, 3))
-    steps = tl.arange(0, 2 * half)
-    across = (steps[:, None] >= half) & (steps[None, :] < half)
-    return tl.where(across, tl.reshape(spread, (2 * half, 2 * half)), scores)
+def with_corners(scores, corners):
+    """`[64, 64]` scores, those of second blocks against first ones replaced by `corners` `[pairs, HALF, HALF]`."""
+    PAIRS: tl.constexpr = corners.shape[0]
+    HALF: tl.constexpr = corners.shape[1]
+    pair = tl.arange(0, PAIRS)[:, None, None]
+    second = tl.arange(0, 2)[None, :, None]
+    block = tl.arange(0, 2 * PAIRS)[None, None, :]
+    place = ((second == 1) & (block == 2 * pair))[:, :, :, None, None]
+    # by pair, block of the pair, block of columns
+    spread = tl.where(place, corners[:, None, None, :, :], 0.0)
+    spread = tl.permute(tl.reshape(spread, (2 * PAIRS, 2 * PAIRS, HALF, HALF)), (0, 2, 1, 3))
+    steps = tl.arange(0, scores.shape[0])
+    across = below(steps, HALF)
+    return tl.where(across, tl.reshape(spread, scores.shape), scores)
 
 
 @triton.jit
@@ -182,7 +201,6 @@ def decays(
     table,
     lower_bound,
     near,
-    near_halves,
     T,
     g_b,
     g_t,
@@ -191,7 +209,6 @@ def decays(
     K: tl.constexpr,
     SIZE: tl.constexpr,
     BK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     GATE: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -201,11 +218,11 @@ def decays(
     PACKED: tl.constexpr,
 ):
     """Grid (rows * HV,). Written: the running log decay G of each chunk, float32 or float64 `[B, T, HV, K]`, contiguous; and
-    `kinds`, int32 `[rows, HV]`: WHOLE where in no channel a step is further than `near` from the middle of its chunk, HALVES
-    where none is further than `near_halves` from that of its half, else LEVELS; between LEAST and MOST, of which the former
-    is WHOLE or the latter.
+    `kinds`, int32 `[rows, HV]`: WHOLE where in no channel a step is further than `near` from the middle of its chunk, BLOCKS
+    where none is from that of its block of 16, else LEVELS; between LEAST and MOST, of which the former is WHOLE or the
+    latter.
 
-    Programs walk along time, AT_ONCE steps at a time, with all channels of a head: a scan would take more instructions than
+    Programs walk along time, a block at a time, with all channels of a head: a scan would take more instructions than
     everything else. A kernel of its own, because such a walk has no place between products."""
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
@@ -227,44 +244,38 @@ def decays(
         bias += tl.load(dt_bias + hv * K + cols, mask=in_cols, other=0.0).to(tl.float32)
     total = tl.zeros([BK], G.dtype.element_ty)
     middle = total
-    # of each half of the chunk; G stays what it is after the last step
-    middles = ()
-    highest = ()
-    lowest = ()
-    for half in tl.static_range(2):
+    highest = tl.full([BK], -float('inf'), G.dtype.element_ty)
+    lowest = tl.full([BK], float('inf'), G.dtype.element_ty)
+    in_blocks = tl.zeros([BK], G.dtype.element_ty)
+    # G stays what it is after the last step
+    for block in range(SIZE // 16):
         its_middle = total
         high = tl.full([BK], -float('inf'), G.dtype.element_ty)
         low = tl.full([BK], float('inf'), G.dtype.element_ty)
-        for block in range(SIZE // 2 // AT_ONCE):
-            begin = half * (SIZE // 2) + block * AT_ONCE
-            loaded = ()
-            for i in tl.static_range(AT_ONCE):
-                mask = in_cols & (cols * 0 + begin + i < count)
-                loaded = loaded + (tl.load(g_row, mask=mask, other=0.0),)
-                g_row += g_t
-            for i in tl.static_range(AT_ONCE):
-                there = cols * 0 + begin + i < count
-                gate = gate_of(loaded[i].to(tl.float32), rate, bias, lower_bound, GATE, BOUNDED)
-                total += tl.where(there & in_cols, gate, 0.0).to(total.dtype)
-                tl.store(G_row, total, mask=there & in_cols)
-                G_row += HV * K
-                if LEAST < MOST:
-                    high, low = tl.maximum(high, total), tl.minimum(low, total)
-                    middle = tl.where(begin + i == count // 2, total, middle)
-                    if i == 0:
-                        its_middle = tl.where(block == SIZE // 4 // AT_ONCE, total, its_middle)
-        middles = middles + (its_middle,)
-        highest = highest + (high,)
-        lowest = lowest + (low,)
+        loaded = ()
+        for i in tl.static_range(16):
+            mask = in_cols & (cols * 0 + block * 16 + i < count)
+            loaded = loaded + (tl.load(g_row, mask=mask, other=0.0),)
+            g_row += g_t
+        for i in tl.static_range(16):
+            mask = in_cols & (cols * 0 + block * 16 + i < count)
+            gate = gate_of(loaded[i].to(tl.float32), rate, bias, lower_bound, GATE, BOUNDED)
+            total += tl.where(mask, gate, 0.0).to(total.dtype)
+            tl.store(G_row, total, mask=mask)
+            G_row += HV * K
+            if LEAST < MOST:
+                high, low = tl.maximum(high, total), tl.minimum(low, total)
+                middle = tl.where(block * 16 + i == count // 2, total, middle)
+                if i == 8:
+                    its_middle = total
+        highest, lowest = tl.maximum(highest, high), tl.minimum(lowest, low)
+        in_blocks = tl.maximum(in_blocks, tl.maximum(high - its_middle, its_middle - low))
     kind = MOST
     if LEAST < MOST:
-        away = tl.maximum(tl.maximum(highest[0], highest[1]) - middle, middle - tl.minimum(lowest[0], lowest[1]))
-        kind = tl.where(tl.max(away, 0) <= near, LEAST, MOST)
+        furthest = tl.max(tl.maximum(highest - middle, middle - lowest), 0)
+        kind = tl.where(furthest <= near, LEAST, MOST)
         if LEAST + 1 < MOST:
-            sooner = tl.maximum(highest[0] - middles[0], middles[0] - lowest[0])
-            later = tl.maximum(highest[1] - middles[1], middles[1] - lowest[1])
-            furthest = tl.max(tl.maximum(sooner, later), 0)
-            kind = tl.where((kind == MOST) & (furthest <= near_halves), LEAST + 1, kind)
+            kind = tl.where((kind == MOST) & (tl.max(in_blocks, 0) <= near), LEAST + 1, kind)
     tl.store(kinds + pid, kind)
 
 
@@ -430,7 +441,7 @@ def prepare(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written, of chunks of KIND, WHOLE or HALVES, `[B, T, HV, ·]` and contiguous: w (K), u (V), kg (K),
+    """Grid (rows * HV,). Written, of chunks of KIND, WHOLE or BLOCKS, `[B, T, HV, ·]` and contiguous: w (K), u (V), kg (K),
     qg (K), and the scores scale q k of each step with those before it, `attend` (SIZE), and with itself, `selves` (float32).
     With FULL also the scores `lower` = tril(k k, -1) in float32 (SIZE), and the inverse (I + beta lower)^-1 (SIZE).
     G, kinds: of `decays`. BK_ROWS: channels that `rows`, which has no products, reads at once."""
@@ -457,10 +468,21 @@ def prepare(
     diagonal, q_norm, k_norm = rows(q_ptr, q_t, k_ptr, k_t, time, inside, K, BK_ROWS, NORMALISE)
     for_k = tl.zeros([SIZE, SIZE], tl.float32)
     for_q = tl.zeros([SIZE, SIZE], tl.float32)
-    if KIND == HALVES:
-        corner_k = tl.zeros([SIZE // 2, SIZE // 2], tl.float32)
-        corner_q = tl.zeros([SIZE // 2, SIZE // 2], tl.float32)
     G_ptr = G + token * K
+    if KIND == BLOCKS:
+        halves_k = tl.zeros([1, SIZE // 2, SIZE // 2], tl.float32)
+        halves_q = tl.zeros([1, SIZE // 2, SIZE // 2], tl.float32)
+        quarters_k = tl.zeros([2, SIZE // 4, SIZE // 4], tl.float32)
+        quarters_q = tl.zeros([2, SIZE // 4, SIZE // 4], tl.float32)
+        # in a loop of their own, for the registers
+        for i in range(0, K, BK):
+            cols = i + tl.arange(0, BK)
+            halves_q, halves_k = corner_scores(
+                q_ptr, q_t, k_ptr, k_t, G_ptr, cols, cols < K, count, halves_q, halves_k, HV, K, PRECISION
+            )
+            quarters_q, quarters_k = corner_scores(
+                q_ptr, q_t, k_ptr, k_t, G_ptr, cols, cols < K, count, quarters_q, quarters_k, HV, K, PRECISION
+            )
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
@@ -469,17 +491,15 @@ def prepare(
         G_last = tl.load(G_ptr + (count - 1).to(tl.int64) * HV * K + cols, mask=cols < K, other=0.0)
         keys = tl.load(k_ptr + time * k_t + cols[None, :], mask=mask, other=0.0)
         Q = tl.load(q_ptr + time * q_t + cols[None, :], mask=mask, other=0.0)
-        if KIND == HALVES:
+        if KIND == BLOCKS:
             away = from_middles(Gc, G_ptr, steps, cols, cols < K, mask, count, HV, K)
-            corner_q, corner_k = corner_scores(
-                q_ptr, q_t, k_ptr, k_t, G_ptr, cols, cols < K, count, corner_q, corner_k, HV, K, PRECISION
-            )
         else:
             away = from_middle(Gc, G_ptr, cols, cols < K, mask, count, HV, K)
         for_q, for_k = middle_scores(Q, keys, away, for_q, for_k, PRECISION)
         store_decayed(Q, keys, Gc, G_last, q_norm * scale, k_norm, at, mask, w + token * K, kg + token * K, qg + token * K)
-    if KIND == HALVES:
-        for_q, for_k = with_corner(for_q, corner_q), with_corner(for_k, corner_k)
+    if KIND == BLOCKS:
+        for_q = with_corners(with_corners(for_q, halves_q), quarters_q)
+        for_k = with_corners(with_corners(for_k, halves_k), quarters_k)
     A = store_scores(
         for_q, for_k, diagonal, q_norm * scale, k_norm, steps, inside, attend, selves, lower, token, HV, SIZE, FULL
     )
@@ -620,9 +640,8 @@ def near_scores(
     meet = below(t, half)[None, :, :]
     ke = (keys.to(tl.float32) * decay).to(keys.dtype)
     qe = (Q.to(tl.float32) * decay).to(Q.dtype)
-    turned = tl.permute(ke, (0, 2, 1))
-    near_k += tl.where(meet, tl.dot(ke, turned, input_precision=PRECISION), 0.0)
-    near_q += tl.where(meet, tl.dot(qe, turned, input_precision=PRECISION), 0.0)
+    near_k += tl.where(meet, tl.dot(ke, turned(ke), input_precision=PRECISION), 0.0)
+    near_q += tl.where(meet, tl.dot(qe, turned(ke), input_precision=PRECISION), 0.0)
     return near_q, near_k
 
 

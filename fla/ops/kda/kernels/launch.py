@@ -19,16 +19,16 @@ from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.kda.kernels.backward import channels_backward, heads_backward, pairs_backward
-from fla.ops.kda.kernels.forward import HALVES, LEVELS, WHOLE, decays, outputs, prepare, prepare_by_levels
+from fla.ops.kda.kernels.forward import BLOCKS, LEVELS, WHOLE, decays, outputs, prepare, prepare_by_levels
 from fla.ops.kda.kernels.states import states_forward
 from fla.ops.kda.kernels.states_backward import states_backward
 from fla.utils.devices import capability_of, shared_memory_of
 from fla.utils.sizes import cdiv, next_power_of_2
 
 SIZE = 64
-# How far, in log decays, a step may be from the middle of its chunk, or of its half of one: see forward.py. The backward of
-# the kind HALVES, and kernels of LEVELS, keep from wgmma where it may be miscompiled: they were, see docs/kernels.md.
-NEAR, NEAR_HALVES = 60.0, 80.0
+# How far, in log decays, a step may be from the middle of its chunk, or of its block of 16: see forward.py. The kernels of
+# other kinds than WHOLE keep from wgmma where it may be miscompiled: some of their forms were, see docs/kernels.md.
+NEAR = 60.0
 
 
 @dataclass(frozen=True)
@@ -467,33 +467,32 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
         lower, inverse = empty(SIZE, torch.float32), empty(SIZE)
     attend, w, u, kg, qg = (empty(width) for width in (SIZE, K, V, K, K))
     selves = torch.empty(B, T, HV, dtype=torch.float32, device=k.device)
-    of_chunks = torch.empty(layout.rows, HV, dtype=torch.int32, device=k.device)
-    kinds = _kinds(settings, k.dtype)
+    kinds = torch.empty(layout.rows, HV, dtype=torch.int32, device=k.device)
+    possible = _kinds(settings, k.dtype)
     launch(decays, (layout.rows * HV,))(
-        *(g, A_log, dt_bias, G, of_chunks, cu_seqlens, table, settings.lower_bound or 0.0, NEAR, NEAR_HALVES, T),
+        *(g, A_log, dt_bias, G, kinds, cu_seqlens, table, settings.lower_bound or 0.0, NEAR, T),
         *g.stride()[:3],
         HV=HV,
         K=K,
         SIZE=SIZE,
         BK=_block(K, 256),
-        AT_ONCE=16,
         GATE=settings.gate,
         HAS_A=settings.gate and A_log is not None,
         HAS_BIAS=settings.gate and dt_bias is not None,
         BOUNDED=settings.lower_bound is not None,
-        LEAST=kinds[0],
-        MOST=kinds[-1],
+        LEAST=possible[0],
+        MOST=possible[-1],
         PACKED=layout.packed,
         num_warps=1,
     )
-    for kind in kinds:
-        by_levels = kind == LEVELS.value
-        wide = k.element_size() == 2 and not by_levels
+    narrow = k.element_size() > 2
+    for kind in possible:
+        whole, by_levels = kind == WHOLE.value, kind == LEVELS.value
         kernel, of_kind = prepare_by_levels, {}
         if not by_levels:
-            kernel, of_kind = prepare, {'BK_ROWS': _block(K, 128 if wide else 32), 'KIND': kind}
-        launch(kernel, (layout.rows * HV,), wgmma=not by_levels)(
-            *(q, k, v, beta, G, of_chunks, attend, selves, lower, inverse, w, u, kg, qg),
+            kernel, of_kind = prepare, {'BK_ROWS': _block(K, 32 if narrow else 128), 'KIND': kind}
+        launch(kernel, (layout.rows * HV,), wgmma=whole)(
+            *(q, k, v, beta, G, kinds, attend, selves, lower, inverse, w, u, kg, qg),
             *(cu_seqlens, table, settings.scale, T),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *beta.stride()),
             **of_kind,
@@ -502,8 +501,8 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
             K=K,
             V=V,
             SIZE=SIZE,
-            BK=_block(K, 64 if wide else 32),
-            BV=_block(V, 64 if k.element_size() == 2 else 32),
+            BK=_block(K, 64 if whole and not narrow else 32),
+            BV=_block(V, 32 if narrow else 64),
             NORMALISE=settings.normalise,
             SIGMOID=settings.sigmoid,
             DOUBLE=settings.double,
@@ -514,7 +513,7 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
             # with its loads pipelined it was wrong on a Hopper with Triton 3.6: see docs/kernels.md
             num_stages=1,
         )
-    return _Prepared(G, of_chunks, attend, selves, lower, inverse, w, kg, qg, u)
+    return _Prepared(G, kinds, attend, selves, lower, inverse, w, kg, qg, u)
 
 
 def _kinds(settings: Settings, dtype: torch.dtype) -> tuple[int, ...]:
@@ -525,9 +524,9 @@ def _kinds(settings: Settings, dtype: torch.dtype) -> tuple[int, ...]:
     lowest = -math.inf if not settings.gate or settings.lower_bound is None else settings.lower_bound
     if lowest >= -NEAR / (SIZE // 2):
         return (WHOLE.value,)
-    if lowest >= -NEAR_HALVES / (SIZE // 4):
-        return WHOLE.value, HALVES.value
-    return WHOLE.value, HALVES.value, LEVELS.value
+    if lowest >= -NEAR / 8:
+        return WHOLE.value, BLOCKS.value
+    return WHOLE.value, BLOCKS.value, LEVELS.value
 
 
 def _recurrence(
