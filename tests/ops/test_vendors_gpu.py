@@ -21,14 +21,12 @@ def names() -> list[str]:
         return list(load(patch).CASES)
 
 
-# Cases that a vendor's kernel rounds too much for.
-BEYOND = {'kda.long.weak': 'FlashKDA is 8.5e-3 off where the bound is 7.4e-3: docs/kernels.md'}
+# What a vendor's kernel rounds too much for, which docs/kernels.md says.
+BEYOND = {'kda.long.weak': {'o', 'final'}}
 
 
 @pytest.mark.parametrize('name', names())
-def test_the_package(request, monkeypatch, name):
-    if name in BEYOND:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=BEYOND[name]))
+def test_the_package(monkeypatch, name):
     vendors = load(monkeypatch)
     package = vendors.VENDORS[vendors.family(name)]
     if importlib.util.find_spec(package) is None:
@@ -37,7 +35,8 @@ def test_the_package(request, monkeypatch, name):
         monkeypatch.setenv(toggle, value)
     row = vendors.case(name)
     assert 'refused' not in row, row['refused']
-    assert {what: mine for what, (mine, _, bound) in row['errors'].items() if not mine <= bound} == {}
+    beyond = {what: mine for what, (mine, _, bound) in row['errors'].items() if not mine <= bound}
+    assert set(beyond) == BEYOND.get(name, set()), beyond
     assert row['same_bits']
     every = {'reduce-overhead', 'exported'} if name.endswith('.dense') else set()
     assert row['others'] == dict.fromkeys({'compiled', 'captured'} | every, 'equal')
