@@ -110,7 +110,7 @@ def measured(
     row: dict[str, Any] = {'unsteady': sum(not same(first, both()) for _ in range(6))}
     if before is not None:
         row['as_before'] = same(first, before)
-    row['error'] = max(errors(op, shape[-1], True, packed).values())
+    row['error'] = max(errors(op, shape[-1], True, 'packed' if packed else 'chunk').values())
     return {**row, 'forward_ms': gpu_ms(forward), 'both_ms': gpu_ms(both), 'kernels': by_kernel(both)}, first
 
 

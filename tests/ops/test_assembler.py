@@ -92,17 +92,6 @@ def test_what_no_card_has_shown(monkeypatch, version, path, kept):
     assert assembler.keeps_wgmma(*tensors()) is kept
 
 
-@pytest.mark.parametrize(
-    ('capability', 'sound', 'kept'),
-    [((9, 0), True, True), ((8, 0), False, True), ((10, 0), False, True), (None, False, True), ((9, 0), False, False)],
-)
-def test_a_kernel_that_no_call_may_compile_to_wgmma(monkeypatch, capability, sound, kept):
-    monkeypatch.setattr(devices, 'capability_of', lambda device=None: capability)
-    monkeypatch.setattr(assembler, 'is_sound', lambda: sound)
-    assert assembler.launch_options(wgmma=False) == ({} if kept else AS_FOR_AN_A100)
-    assert assembler.launch_options(wgmma=True) == {}
-
-
 @pytest.fixture
 def unsound_hopper(monkeypatch):
     monkeypatch.setattr(devices, 'capability_of', lambda device=None: (9, 0))
@@ -160,8 +149,9 @@ def test_options_reach_the_kernel(monkeypatch):
 
     @compile_ahead.compiled_together(lambda: None)
     def call():
-        for wgmma in (True, False):
-            compile_ahead.launch(Kernel(), (1,), wgmma=wgmma)(2, num_warps=4)
+        compile_ahead.launch(Kernel(), (1,))(2, num_warps=4)
+        with assembler.sound_products(*tensors(dims=(64, 64))):
+            compile_ahead.launch(Kernel(), (1,))(2, num_warps=4)
 
     call()
     launched = [((2,), {'num_warps': 4}), ((2,), {**AS_FOR_AN_A100, 'num_warps': 4})]
@@ -203,8 +193,8 @@ def test_what_is_compiled(monkeypatch, function, dim, lens):
 
 @pytest.mark.triton
 @pytest.mark.slow
-def test_kernels_of_strong_decays_keep_from_wgmma(monkeypatch):
-    """The others of the same call, which are compiled beside them, do not lose it."""
+def test_which_kernels_of_kda_use_wgmma(monkeypatch):
+    """Products of 64 rows; those of blocks of 16 do not, nor does what two warps compute."""
     pytest.importorskip('triton')
     monkeypatch.setattr(assembler, 'is_sound', lambda: False)
     monkeypatch.setattr(assembler, 'triton_version', lambda: (3, 6))
@@ -219,8 +209,8 @@ def test_kernels_of_strong_decays_keep_from_wgmma(monkeypatch):
     assert len({one.kernel.hash for one in compiled}) == len(compiled)  # those compiled ahead are what is launched
     asynchronous = {}
     for one in compiled:
-        asynchronous.setdefault((one.name, one.constant('KIND')), set()).add('warp_group_dot ' in one.kernel.asm['ttgir'])
-    for name in (('prepare', 0), ('pairs_backward', None), ('states_backward', None), ('channels_backward', 0)):
+        asynchronous.setdefault(one.name, set()).add('warp_group_dot ' in one.kernel.asm['ttgir'])
+    for name in ('prepare', 'through_states', 'pairs_backward', 'states_backward', 'channels_backward'):
         assert asynchronous[name] == {True}, name
-    for name in (('prepare', 1), ('prepare_by_levels', None), ('channels_backward', 1), ('channels_backward', 2)):
+    for name in ('scores', 'updates', 'blocks_backward'):
         assert asynchronous[name] == {False}, name

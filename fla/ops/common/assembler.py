@@ -4,7 +4,7 @@ Triton before 3.9 assembles for Hopper with ptxas 12.8 or 12.9, which miscompile
 products (wgmma): wrong numbers, or accesses outside of memory, while their neighbours are right (flash-linear-attention #640
 and #1262, Triton #11366 and #11781; mended in CUDA 13.1 and 13.3). Kernels that a card has shown to be right keep wgmma
 there. The others are launched with Triton's option `arch`, which makes them for an A100 up to the assembler; that makes
-Hopper's code of them all the same. `sound_products` says it of all kernels of a call, `launch_options` of one.
+Hopper's code of them all the same. `sound_products` says it of all kernels of a call.
 """
 
 from __future__ import annotations
@@ -32,20 +32,9 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def launch_options(wgmma: bool = True) -> dict[str, str]:
-    """Options of a launch, on this thread and the current device.
-
-    Args:
-        wgmma: False for a kernel that an assembler with these faults got wrong, or may, whichever call it is part of.
-    """
-    if _here.as_for_an_a100 or (not wgmma and _is_at_risk()):
-        return {'arch': 'sm80'}
-    return {}
-
-
-def _is_at_risk(device: torch.device | None = None) -> bool:
-    """Whether wgmma may be miscompiled for this device, or for the current one."""
-    return is_nvidia_hopper(device) and not is_sound()
+def launch_options() -> dict[str, str]:
+    """Options of a launch on this thread."""
+    return {'arch': 'sm80'} if _here.as_for_an_a100 else {}
 
 
 def is_sound() -> bool:
@@ -72,7 +61,7 @@ def keeps_wgmma(k: torch.Tensor, v: torch.Tensor) -> bool:
     delta rules were held against float64 on an H200, and for sequences of one length on an H100, those of attention on an
     H200, in every case of its tests on a GPU.
     """
-    if not _is_at_risk(k.device):
+    if not is_nvidia_hopper(k.device) or is_sound():
         return True
     shown = triton_version() == (3, 6) and os.environ.get('TRITON_PTXAS_PATH') is None
     return shown and k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128

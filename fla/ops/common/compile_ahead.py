@@ -35,9 +35,9 @@ class _Collected(threading.local):
 _collected = _Collected()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], wgmma: bool = True) -> Callable[..., Any]:
-    """`kernel[grid]`, which a call that only collects does not launch. For `wgmma` see `launch_options`."""
-    more = launch_options(wgmma)
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """`kernel[grid]`, which a call that only collects does not launch."""
+    more = launch_options()
     calls = _collected.calls
     if calls is None:
         return functools.partial(launch_kernel, kernel, grid, **more)

@@ -13,7 +13,7 @@ from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.decode import decode
 from fla.ops.common.kernels.layout import layout_of
 from fla.ops.common.triton_call import DEVICES, as_stored, flat, in_rows, no_steps, on_device_of, require_triton
-from fla.ops.kda.kernels.launch import SIZE, Saved, Settings, Within, chunk_backward, chunk_forward, within_chunks
+from fla.ops.kda.kernels.launch import BLOCKS, SIZE, Saved, Settings, Within, chunk_backward, chunk_forward, within_chunks
 
 _TENSORS = (
     'Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, '
@@ -98,7 +98,7 @@ def _fake(
         token = (batch, length, heads)
         kept = (
             q.new_empty((*token, dim), dtype=precisions.of_sums(q.dtype)),
-            q.new_empty((rows, heads), dtype=torch.int32),
+            q.new_empty((rows, heads, BLOCKS), dtype=torch.int32),
             q.new_empty((*token, SIZE)),
             q.new_empty(token, dtype=torch.float32),
             q.new_empty((*token, SIZE), dtype=torch.float32),

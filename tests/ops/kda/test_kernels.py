@@ -6,7 +6,7 @@ import torch
 pytest.importorskip('triton')
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.kernels import launch
-from fla.ops.kda.kernels.forward import BLOCKS, LEVELS, WHOLE
+from fla.ops.kda.kernels.gates import FAR, NEAR, WHOLE
 from fla.ops.kda.kernels.launch import Settings, chunk_forward
 from tests import bounds
 from tests.ops.delta_rules import case
@@ -38,20 +38,33 @@ def test_intermediate_states(v_first):
 
 @pytest.mark.parametrize('lens', [None, [64, 33, 0, 1, 40]], ids=['equal', 'packed'])
 @pytest.mark.parametrize('dtype', [FP32, BF16, torch.float16])
-@pytest.mark.parametrize(('strength', 'kind'), [(-1.0, WHOLE), (-3.0, BLOCKS), (-4.9, BLOCKS), (-20.0, LEVELS)])
-def test_how_a_chunk_goes_depends_on_its_decays(strength, kind, dtype, lens):
-    """By which kernels the cases of the grid are computed. What is left of a sequence may be short enough for its middle."""
+@pytest.mark.parametrize(('strength', 'kind'), [(-1.0, WHOLE), (-3.0, NEAR), (-7.4, NEAR), (-20.0, FAR)])
+def test_how_a_block_goes_depends_on_its_decays(strength, kind, dtype, lens):
+    """By which kernels the cases of the grid are computed. What is left of a sequence, or of a block, may be short enough
+    for its middle."""
     given = case(chunk_kda, dtype=dtype, T=138, lens=lens, strength=strength)
     q, k, v, g, beta = (given.tensors[name] for name in ('q', 'k', 'v', 'g', 'beta'))
     *_, saved, _ = chunk_forward(q, k, v, g, beta, Settings(1.0), cu_seqlens=given.cu_seqlens, keep=True)
-    lengths = lens or [138]
-    chunks = [min(64, length - at) for length in lengths for at in range(0, length, 64)]
-    half = dtype == torch.float16
-    whole = [abs(strength) * (chunk // 2) <= 60.0 for chunk in chunks]
-    right = [LEVELS if half else WHOLE if middle else kind for middle in whole]
+
+    def right(count):
+        """Of the blocks of a chunk of so many steps."""
+        if dtype == torch.float16:
+            return [FAR.value] * 4
+        if abs(strength) * (count // 2) <= 60.0:
+            return [WHOLE.value] * 4
+        kinds = []
+        for begin in range(0, 64, 16):
+            steps = min(max(count - begin, 0), 16)
+            middle = min(steps, 9)
+            furthest = max(middle - 1, steps - middle) * abs(strength)
+            kinds.append(NEAR.value if furthest <= 60.0 else FAR.value)
+        return kinds
+
+    chunks = [min(64, length - at) for length in lens or [138] for at in range(0, length, 64)]
     assert saved.kinds is not None
-    assert saved.kinds[: len(chunks), 0].tolist() == [one.value for one in right]
-    assert kind == WHOLE or not all(whole)
+    found = saved.kinds[: len(chunks), 0].tolist()
+    assert found == [right(count) for count in chunks]
+    assert dtype == torch.float16 or kind.value in found[0]
 
 
 @pytest.mark.parametrize('dtype', [FP32, BF16])
@@ -62,23 +75,48 @@ def test_a_bound_of_the_gates_leaves_out_kernels_that_would_find_no_chunk(monkey
     stock = launch.launch
 
     def spy(kernel, *more, **options):
-        launched.append(kernel)
-        return stock(kernel, *more, **options)
+        def run(*tensors, **constants):
+            launched.append((kernel, constants.get('MOST')))
+            return stock(kernel, *more, **options)(*tensors, **constants)
+
+        return run
 
     monkeypatch.setattr(launch, 'launch', spy)
     raw = {'use_gate_in_kernel': True, 'lower_bound': lower_bound, 'A_log': False, 'dt_bias': False}
     given = case(chunk_kda, T=130, dtype=dtype, **raw)
     check(chunk_kda, given.with_tensors(g=torch.full_like(given.tensors['g'], 30.0)))
-    calls = launched.count(launch.decays)
-    assert calls
-    forward = [kernel for kernel in launched if kernel in (launch.prepare, launch.prepare_by_levels)]
-    assert len(forward) == calls * kinds
-    assert launched.count(launch.channels_backward) == kinds * launched.count(launch.pairs_backward) > 0
+    names = [kernel for kernel, _ in launched]
+    forward, backward = names.count(launch.decays), names.count(launch.pairs_backward)
+    assert forward > backward > 0
+    assert names.count(launch.prepare) == forward
+    assert names.count(launch.channels_backward) == backward
+    strong = kinds > 1
+    assert [names.count(kernel) for kernel in (launch.scores, launch.updates)] == [forward * strong] * 2
+    those = (launch.through_states, launch.blocks_backward, launch.gates_backward)
+    assert [names.count(kernel) for kernel in those] == [backward * strong] * 3
+    assert {most for kernel, most in launched if kernel in (launch.decays, launch.scores, launch.blocks_backward)} == {
+        kinds - 1
+    }
 
 
 def test_gates_without_a_bound_may_need_every_kernel():
     assert launch._kinds(Settings(1.0, gate=True), FP32) == launch._kinds(Settings(1.0), BF16) == (0, 1, 2)
     assert launch._kinds(Settings(1.0, gate=True, lower_bound=-1.0), torch.float16) == (2,)
+
+
+@pytest.mark.parametrize('dtype', [FP32, BF16])
+def test_chunks_of_every_kind_in_one_call(dtype):
+    """Neither's kernels write what the others do: chunks of weak gates, of stronger ones, and of blocks of two kinds."""
+    given = case(chunk_kda, dtype=dtype, T=64 * 4 + 20, HV=2, strength=-0.1, dt_bias=False)
+    g = given.tensors['g']
+    g[:, 64:128] = -3.0
+    g[:, 128:144] = -20.0
+    g[:, 160:192] = -20.0
+    q, k, v, beta = (given.tensors[name] for name in ('q', 'k', 'v', 'beta'))
+    *_, saved, _ = chunk_forward(q, k, v, g, beta, Settings(1.0), keep=True)
+    assert saved.kinds is not None
+    assert saved.kinds[:5, 0].tolist() == [[0] * 4, [1] * 4, [2, 1, 2, 2], [0] * 4, [0] * 4]
+    check(chunk_kda, given)
 
 
 @pytest.mark.parametrize('dtype', [FP32, BF16])

@@ -2,8 +2,8 @@
 
 In a chunk, T = (I + L)^-1 diag(beta), W = T (e^G K), U' = T V - W S, O = (scale e^G Q) S + M U' and
 S' = e^{G_C} S + (e^{G_C - G} K)^T U'. `states_backward` has given the gradients of S' and of U'. `pairs_backward`
-gives those of everything that has two steps (M, T, L) and of v and beta; then `channels_backward` gives those of q, k and
-the gate, in which channels are independent, by the kind of the chunk as the forward does.
+gives those of everything that has two steps (M, T, L) and of v and beta; then `channels_backward`, or for chunks that are
+not WHOLE what is in blocks.py, gives those of q, k and the gate, in which channels are independent.
 
 The log decay appears in no gradient but through products with q and k: a term x e^{G_i - G_j} y gives itself to dG_i and
 minus itself to dG_j. Terms of one step with itself are left out: under strong decays they are the largest, and what
@@ -15,9 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, sigmoid, softplus
+from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm
 from fla.ops.common.kernels.layout import chunk_of
-from fla.ops.kda.kernels.forward import BLOCKS, WHOLE, from_middle, from_middles, level_decay
+from fla.ops.kda.kernels.forward import from_middle
+from fla.ops.kda.kernels.gates import BLOCK, WHOLE, gate_backward, parameters
 
 
 @triton.jit(do_not_specialize=['T'])
@@ -74,8 +75,7 @@ def pairs_backward(
 
     Args:
         lower (float32), inverse (SIZE), v_new (V), h: of the forward. do, du: gradients of o and v_new, contiguous (V).
-        d_attend: written, scale * (dM + dM^T), of use outside of its diagonal (SIZE); of 16 bits, what these hold of it and
-            then what they hold of the rest (2 * SIZE). May be the memory of `lower`.
+        d_attend: written, scale * (dM + dM^T), of use outside of its diagonal (SIZE). May be the memory of `attend`.
         d_selves: written, the diagonal of scale * dM, float32. May be `selves`.
         d_lower: written, dA + dA^T for A = `lower` (SIZE). May be `inverse`.
         d_grown: written, the gradient of e^G k, k normalised (K).
@@ -152,7 +152,7 @@ def pairs_backward(
     tl.store(dbeta + token + own1, db.to(dbeta.dtype.element_ty), mask=inside)
     dA = dL * bt[:, None]
     dA += tl.trans(dA)
-    # `inverse` and `lower` were read by other threads
+    # `inverse` was read by other threads
     tl.debug_barrier()
     tl.store(d_lower + square, dA.to(d_lower.dtype.element_ty), mask=inside[:, None])
     dM = tl.zeros([SIZE, SIZE], tl.float32)
@@ -167,13 +167,7 @@ def pairs_backward(
     itself = tl.sum(tl.where(steps[:, None] == steps[None, :], dM, 0.0), 1)
     tl.store(d_selves + token + own1, itself, mask=inside)
     dM = tl.where(steps[:, None] >= steps[None, :], dM, tl.trans(dM))
-    high = dM.to(d_attend.dtype.element_ty)
-    # not one float32: rounded in the registers of a product in a loop, it came out as NaN on a Hopper with Triton 3.6
-    PARTS: tl.constexpr = 1 if d_attend.dtype.element_ty == tl.float32 else 2
-    at = (token + own) * SIZE * PARTS + steps[None, :]
-    tl.store(d_attend + at, high, mask=inside[:, None])
-    if PARTS == 2:
-        tl.store(d_attend + at + SIZE, (dM - high.to(tl.float32)).to(high.dtype), mask=inside[:, None])
+    tl.store(d_attend + square, dM.to(d_attend.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
@@ -187,49 +181,6 @@ def dot_of_parts(x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def level_backward(
-    Q,
-    keys,
-    q_norm,
-    k_norm,
-    decay,
-    steps,
-    count,
-    half,
-    square,
-    in_parts,
-    d_attend,
-    d_lower,
-    dq,
-    dk,
-    dG,
-    PRECISION: tl.constexpr,
-):
-    """What one level of pairs of blocks adds to the gradients of Q, keys and G; `decay` carries each step to the boundary.
-
-    The second block of a pair has rows of the scores, which carry e^{+G}, the first one columns, which carry e^{-G}: one
-    product with the symmetric gradient is for both. dG gets each term twice, with either sign; both are made of the same
-    rounded factors, so that outside of i to j they cancel."""
-    block = steps // half
-    second = block % 2 == 1
-    meet = ((block[:, None] ^ block[None, :]) == 1) & (steps < count)[:, None]
-    own_norm = tl.where(second, q_norm, k_norm)[:, None]
-    second = second[:, None]
-    x = tl.where(second, Q, keys).to(tl.float32) * decay * own_norm
-    y = (keys.to(tl.float32) * decay * k_norm[:, None]).to(Q.dtype)
-    dx = dot_of_parts(tl.load(d_attend + in_parts, mask=meet, other=0.0), x, PRECISION)
-    if Q.dtype != tl.float32:
-        low = tl.load(d_attend + in_parts + meet.shape[0], mask=meet, other=0.0)
-        dx = tl.dot(low, x.to(low.dtype), dx, input_precision=PRECISION)
-    dy = tl.dot(tl.load(d_lower + square, mask=meet, other=0.0), y, input_precision=PRECISION)
-    through = x * dx + y.to(tl.float32) * dy
-    dG += tl.where(second, through, -through)
-    dq += tl.where(second, dx, 0.0) * decay
-    dk += (dy + tl.where(second, 0.0, dx)) * decay
-    return dq, dk, dG
-
-
-@triton.jit
 def middle_backward(
     unit_Q,
     unit_keys,
@@ -237,21 +188,16 @@ def middle_backward(
     steps,
     inside,
     square,
-    in_parts,
     d_attend,
     d_lower,
-    BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients by pairs of steps within blocks of BLOCK, through a step of each that they are `away` from: of the later of
-    the two, a query or a key, and of the sooner, a key."""
+    """Gradients by pairs of steps, through the step that they are `away` from: of the later of the two, a query or a key,
+    and of the sooner, a key."""
     # `exp32` was no quicker here, and made it spill more
     later, sooner = tl.exp(away), tl.exp(-away)
     before = (steps[:, None] > steps[None, :]) & inside[:, None]
-    if BLOCK < steps.shape[0]:
-        before &= steps[:, None] // BLOCK == steps[None, :] // BLOCK
-    # of these the first part will do
-    dM = tl.load(d_attend + in_parts, mask=before, other=0.0)
+    dM = tl.load(d_attend + square, mask=before, other=0.0)
     dA = tl.load(d_lower + square, mask=before, other=0.0)
     dy = dot_of_parts(tl.trans(dM), unit_Q * later, PRECISION)
     dy += dot_of_parts(tl.trans(dA), unit_keys * later, PRECISION)
@@ -259,34 +205,6 @@ def middle_backward(
     dx_q = dot_of_parts(dM, y, PRECISION) * later
     dx_k = dot_of_parts(dA, y, PRECISION) * later
     return dx_q, dx_k, dy * sooner
-
-
-@triton.jit
-def gate_backward(
-    raw,
-    dg,
-    hv,
-    cols,
-    in_cols,
-    A_log,
-    dt_bias,
-    lower_bound,
-    K: tl.constexpr,
-    HAS_A: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
-    """Gradients of raw gates, and their contributions to that of A_log (see `gate_of` of the forward)."""
-    if HAS_BIAS:
-        raw += tl.load(dt_bias + hv * K + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
-    rate = 1.0
-    if HAS_A:
-        rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
-    if BOUNDED:
-        x = rate * raw
-        slope = dg * lower_bound * sigmoid(x) * sigmoid(-x)
-        return slope * rate, slope * x
-    return -rate * dg * sigmoid(raw), -rate * dg * softplus(raw)
 
 
 @triton.jit
@@ -398,11 +316,10 @@ def channels_backward(
     HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BOUNDED: tl.constexpr,
-    KIND: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV * ceil(K / BK),). Of chunks of KIND.
+    """Grid (rows * HV * ceil(K / BK),). Of chunks that are WHOLE.
 
     Args:
         kinds: of `decays`.
@@ -418,7 +335,7 @@ def channels_backward(
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
     if n < 0:
         return
-    if tl.load(kinds + pid) != KIND:
+    if tl.load(kinds + pid.to(tl.int64) * (SIZE // BLOCK)) != WHOLE:
         return
     first = start + c * SIZE
     count = tl.minimum(end - first, SIZE)
@@ -448,92 +365,43 @@ def channels_backward(
     # a step with itself
     diagonal = tl.load(d_selves + token + own1, mask=inside, other=0.0)[:, None]
     square = (token + own) * SIZE + steps[None, :]
-    PARTS: tl.constexpr = 1 if d_attend.dtype.element_ty == tl.float32 else 2
-    in_parts = (token + own) * SIZE * PARTS + steps[None, :]
-    # either order needs the fewer registers where it stands
-    if KIND != WHOLE:
-        d_query, d_key, dG = through_states(
-            do + token * V,
-            v_new + token * V,
-            h + state_at,
-            dh + state_at,
-            tl.load(d_grown + at, mask=mask, other=0.0),
-            unit_Q,
-            unit_keys,
-            Gc,
-            G_last,
-            steps,
-            cols,
-            mask,
-            inside,
-            count,
-            scale,
-            HV,
-            K,
-            V,
-            SIZE,
-            BK,
-            BV,
-            PRECISION,
-        )
-        d_query += diagonal * unit_keys
-        d_key += diagonal * unit_Q
-        LAST: tl.constexpr = 2 if KIND == BLOCKS else 6
-        for level in range(LAST):
-            decay = level_decay(Gc, G + token * K, steps, cols, mask, count, 32 >> level, HV, K)
-            d_query, d_key, dG = level_backward(
-                *(Q, keys, q_norm, k_norm, decay, steps, count, 32 >> level, square, in_parts, d_attend, d_lower),
-                *(d_query, d_key, dG, PRECISION),
-            )
-        if KIND == BLOCKS:
-            away = from_middles(Gc, G + token * K, steps, cols, cols < K, mask, count, HV, K)
-            dx_q, dx_k, dy = middle_backward(
-                unit_Q, unit_keys, away, steps, inside, square, in_parts, d_attend, d_lower, 16, PRECISION
-            )
-            d_query += dx_q
-            d_key += dx_k + dy
-            dG += unit_Q * dx_q + unit_keys * (dx_k - dy)
-    else:
-        away = from_middle(Gc, G + token * K, cols, cols < K, mask, count, HV, K)
-        dx_q, dx_k, dy = middle_backward(
-            unit_Q, unit_keys, away, steps, inside, square, in_parts, d_attend, d_lower, SIZE, PRECISION
-        )
-        dG = unit_Q * dx_q + unit_keys * (dx_k - dy)
-        d_query = diagonal * unit_keys + dx_q
-        d_key = diagonal * unit_Q + dx_k + dy
-        to_query, to_key, to_G = through_states(
-            do + token * V,
-            v_new + token * V,
-            h + state_at,
-            dh + state_at,
-            tl.load(d_grown + at, mask=mask, other=0.0),
-            unit_Q,
-            unit_keys,
-            Gc,
-            G_last,
-            steps,
-            cols,
-            mask,
-            inside,
-            count,
-            scale,
-            HV,
-            K,
-            V,
-            SIZE,
-            BK,
-            BV,
-            PRECISION,
-        )
-        d_query += to_query
-        d_key += to_key
-        dG += to_G
+    away = from_middle(Gc, G + token * K, cols, cols < K, mask, count, HV, K)
+    dx_q, dx_k, dy = middle_backward(unit_Q, unit_keys, away, steps, inside, square, d_attend, d_lower, PRECISION)
+    dG = unit_Q * dx_q + unit_keys * (dx_k - dy)
+    d_query = diagonal * unit_keys + dx_q
+    d_key = diagonal * unit_Q + dx_k + dy
+    to_query, to_key, to_G = through_states(
+        do + token * V,
+        v_new + token * V,
+        h + state_at,
+        dh + state_at,
+        tl.load(d_grown + at, mask=mask, other=0.0),
+        unit_Q,
+        unit_keys,
+        Gc,
+        G_last,
+        steps,
+        cols,
+        mask,
+        inside,
+        count,
+        scale,
+        HV,
+        K,
+        V,
+        SIZE,
+        BK,
+        BV,
+        PRECISION,
+    )
+    d_query += to_query
+    d_key += to_key
+    dG += to_G
     d_gate = tl.cumsum(tl.where(mask, dG, 0.0), 0, reverse=True)
     if GATE:
         raw = tl.load(g + batch64 * g_b + first64 * g_t + hv64 * g_h + time * g_t + cols[None, :], mask=mask, other=0.0)
-        d_gate, for_rate = gate_backward(
-            raw.to(tl.float32), d_gate, hv, cols, cols < K, A_log, dt_bias, lower_bound, K, HAS_A, HAS_BIAS, BOUNDED
-        )
+        rate, bias = parameters(A_log, dt_bias, hv, cols, cols < K, K, HAS_A, HAS_BIAS)
+        d_gate, for_rate = gate_backward(raw.to(tl.float32), d_gate, rate, bias[None, :], lower_bound, BOUNDED)
         if HAS_A:
             part = tl.sum(tl.sum(tl.where(mask, for_rate, 0.0), 1), 0)
             tl.store(dA_log + (row.to(tl.int64) * HV + hv) * tl.cdiv(K, BK) + kb, part)

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,16 +19,18 @@ from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.kda.kernels.backward import channels_backward, heads_backward, pairs_backward
-from fla.ops.kda.kernels.forward import BLOCKS, LEVELS, WHOLE, decays, outputs, prepare, prepare_by_levels
+from fla.ops.kda.kernels.blocks import blocks_backward, scores, through_states, updates
+from fla.ops.kda.kernels.forward import outputs, prepare
+from fla.ops.kda.kernels.gates import BLOCK, FAR, NEAR, WHOLE, decays, gates_backward
 from fla.ops.kda.kernels.states import states_forward
 from fla.ops.kda.kernels.states_backward import states_backward
 from fla.utils.devices import capability_of, shared_memory_of
 from fla.utils.sizes import cdiv, next_power_of_2
 
 SIZE = 64
-# How far, in log decays, a step may be from the middle of its chunk, or of its block of 16: see forward.py. The kernels of
-# other kinds than WHOLE keep from wgmma where it may be miscompiled: some of their forms were, see docs/kernels.md.
-NEAR = 60.0
+BLOCKS = SIZE // BLOCK.value
+# How far, in log decays, a step may be from the middle of its chunk, or of its block: see forward.py.
+FURTHEST = 60.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def chunk_forward(
     if not (keep or states) and _stages_with_outputs(k, V) > 1:
         _recurrence(saved, settings, layout, _prepare(saved, settings, layout, full=False), final, o=o)
         return o, final, saved, None
-    chunks = _chunks(saved, settings, layout, final)
+    chunks = _chunks(saved, settings, layout, final, full=keep)
     BV = _block(V, 64)
     launch(outputs, (cdiv(V, BV) * layout.rows * v.shape[2],))(
         chunks.qg,
@@ -221,7 +223,7 @@ def chunk_backward(
         layout = Layout(SIZE, cu_seqlens.shape[0] - 1, table.shape[0], table, offsets, cu_seqlens)
     keep = saved.G is not None
     # all of them are there, or none
-    chunks = _Chunks(*saved[11:]) if keep else _chunks(saved, settings, layout, None)  # type: ignore[arg-type]
+    chunks = _Chunks(*saved[11:]) if keep else _chunks(saved, settings, layout, None, full=True)  # type: ignore[arg-type]
     do = do.contiguous()
     precision = precisions.of_products(k.dtype)
 
@@ -305,49 +307,33 @@ def within_chunks(
     programs = layout.rows * HV
     keep = saved.G is not None
     precision = precisions.of_products(k.dtype)
+    narrow = k.element_size() > 2
     fresh = torch.empty_like if keep else _itself
-    # `lower` is float32: room for each number in two 16-bit parts
-    d_attend = fresh(chunks.lower).view(k.dtype)
-    d_selves, d_lower, d_grown, dv = fresh(chunks.selves), fresh(chunks.inverse), fresh(chunks.w), du
+    kinds = _kinds(settings, k.dtype)
+
+    def parts(*shape: int) -> torch.Tensor:
+        # a table has rows without a chunk, whose parts no program writes
+        new = torch.zeros if layout.packed else torch.empty
+        return new(layout.rows, HV, *shape, dtype=torch.float32, device=k.device)
+
+    d_attend, d_selves, d_lower = fresh(chunks.attend), fresh(chunks.selves), fresh(chunks.inverse)
+    d_grown, dv = fresh(chunks.w), du
     dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     rq = rk = None
     if settings.normalise:
         rq, rk = (torch.empty(B, T, HV, dtype=torch.float32, device=k.device) for _ in range(2))
+    BV = _block(V, 32 if narrow else 64)
     launch(pairs_backward, (programs,))(
-        q,
-        k,
-        v,
-        beta,
-        chunks.G,
-        chunks.lower,
-        chunks.inverse,
-        chunks.v_new,
-        chunks.h,
-        do,
-        du,
-        d_attend,
-        d_selves,
-        d_lower,
-        d_grown,
-        dv,
-        dbeta,
-        rq,
-        rk,
-        cu_seqlens,
-        table,
-        settings.scale,
-        T,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *beta.stride(),
+        *(q, k, v, beta, chunks.G, chunks.lower, chunks.inverse, chunks.v_new, chunks.h, do, du),
+        *(d_attend, d_selves, d_lower, d_grown, dv, dbeta, rq, rk, cu_seqlens, table, settings.scale, T),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *beta.stride()),
         H=H,
         HV=HV,
         K=K,
         V=V,
         SIZE=SIZE,
-        BK=_block(K, 64 if k.element_size() == 2 else 32),
-        BV=_block(V, 64 if k.element_size() == 2 else 32),
+        BK=_block(K, 32 if narrow else 64),
+        BV=BV,
         NORMALISE=settings.normalise,
         SIGMOID=settings.sigmoid,
         DOUBLE=settings.double,
@@ -356,69 +342,67 @@ def within_chunks(
         num_warps=4,
     )
 
-    # by levels, 32 channels in float32 take 104 KiB of shared memory
-    small = _shared_memory(k.device) < shared_memory_of((8, 0))
-    BK = _block(K, 16 if small and k.element_size() > 2 else 32)
+    BK = _block(K, 32)
     kblocks = cdiv(K, BK)
     # the recurrence was the last to read these two
     dq_heads, dk_heads = fresh(chunks.qg), fresh(chunks.kg)
     dg = chunks.G if g.dtype == chunks.G.dtype and not keep else torch.empty_like(chunks.G, dtype=g.dtype)
-    # a table has rows without a chunk, whose parts no program writes
-    parts = torch.zeros if layout.packed else torch.empty
-    dA_parts = dbias_parts = None
-    if settings.gate and A_log is not None:
-        dA_parts = parts(layout.rows, HV, kblocks, dtype=torch.float32, device=k.device)
-    if settings.gate and dt_bias is not None:
-        dbias_parts = parts(layout.rows, HV, K, dtype=torch.float32, device=k.device)
-    for kind in _kinds(settings, k.dtype):
-        launch(channels_backward, (kblocks * programs,), wgmma=kind == WHOLE.value)(
-            q,
-            k,
-            g,
-            A_log,
-            dt_bias,
-            chunks.G,
-            chunks.kinds,
-            chunks.v_new,
-            chunks.h,
-            dh,
-            do,
-            d_attend,
-            d_selves,
-            d_lower,
-            d_grown,
-            rq,
-            rk,
-            dq_heads,
-            dk_heads,
-            dg,
-            dA_parts,
-            dbias_parts,
-            cu_seqlens,
-            table,
-            settings.scale,
-            settings.lower_bound or 0.0,
-            T,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *g.stride()[:3],
+    dA_parts = parts(kblocks) if settings.gate and A_log is not None else None
+    dbias_parts = parts(K) if settings.gate and dt_bias is not None else None
+    if WHOLE.value in kinds:
+        launch(channels_backward, (kblocks * programs,))(
+            *(q, k, g, A_log, dt_bias, chunks.G, chunks.kinds, chunks.v_new, chunks.h, dh, do),
+            *(d_attend, d_selves, d_lower, d_grown, rq, rk, dq_heads, dk_heads, dg, dA_parts, dbias_parts),
+            *(cu_seqlens, table, settings.scale, settings.lower_bound or 0.0, T),
+            *(*q.stride()[:3], *k.stride()[:3], *g.stride()[:3]),
+            **(_of_gates(saved, settings, layout) | {'BK': BK}),
             H=H,
+            V=V,
+            BV=BV,
+            NORMALISE=settings.normalise,
+            PRECISION=precision,
+            num_warps=4,
+        )
+    if kinds[-1] != WHOLE.value:
+        kept, carried = parts(K), parts(BLOCKS, K)
+        wide = _block(K, 32 if narrow else 64)
+        launch(through_states, (cdiv(K, wide) * programs,))(
+            *(chunks.G, chunks.v_new, chunks.h, do, dh, chunks.kinds, dq_heads, dk_heads, kept),
+            *(cu_seqlens, table, settings.scale, T),
             HV=HV,
             K=K,
             V=V,
             SIZE=SIZE,
-            BK=BK,
-            BV=_block(V, 64 if k.element_size() == 2 else 32),
-            NORMALISE=settings.normalise,
-            GATE=settings.gate,
-            HAS_A=A_log is not None,
-            HAS_BIAS=dt_bias is not None,
-            BOUNDED=settings.lower_bound is not None,
-            KIND=kind,
+            BK=wide,
+            BV=BV,
             PACKED=layout.packed,
             PRECISION=precision,
-            # by levels a program holds more than the registers of four warps
-            num_warps=8 if kind == LEVELS.value else 4,
+            num_warps=4,
+        )
+        # the states have been read for the last time
+        dG = _in_place_of(dh, (B, T, HV, K))
+        launch(blocks_backward, (cdiv(K, wide) * BLOCKS * programs,))(
+            *(q, k, chunks.G, chunks.kinds, d_attend, d_selves, d_lower, d_grown, dq_heads, dk_heads, rq, rk),
+            *(dq_heads, dk_heads, dG, carried, cu_seqlens, table, T, *q.stride()[:3], *k.stride()[:3]),
+            H=H,
+            HV=HV,
+            K=K,
+            SIZE=SIZE,
+            BK=wide,
+            LEAST=kinds[0],
+            MOST=kinds[-1],
+            NORMALISE=settings.normalise,
+            PACKED=layout.packed,
+            PRECISION=precision,
+            num_warps=2,
+        )
+        launch(gates_backward, (programs,))(
+            *(g, A_log, dt_bias, dG, chunks.kinds, kept, carried, dg, dA_parts, dbias_parts, cu_seqlens, table),
+            *(settings.lower_bound or 0.0, T, *g.stride()[:3]),
+            **_of_gates(saved, settings, layout),
+            PARTS=kblocks,
+            WIDE=narrow,
+            num_warps=4,
         )
     dA = None if dA_parts is None or A_log is None else dA_parts.sum((0, 2)).view(A_log.shape).to(A_log.dtype)
     dbias = None if dbias_parts is None or dt_bias is None else dbias_parts.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
@@ -441,10 +425,10 @@ class _Prepared(NamedTuple):
     u: torch.Tensor
 
 
-def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tensor | None) -> _Chunks:
-    """What the backward reads of what the forward computes, and a forward that keeps it."""
+def _chunks(saved: Saved, settings: Settings, layout: Layout, final: torch.Tensor | None, full: bool) -> _Chunks:
+    """With the states before chunks, and with `full` all that the backward reads."""
     k, v = saved.k, saved.v
-    prepared = _prepare(saved, settings, layout, full=True)
+    prepared = _prepare(saved, settings, layout, full)
     h = torch.empty(layout.rows, v.shape[2], k.shape[-1], v.shape[-1], dtype=k.dtype, device=k.device)
     _recurrence(saved, settings, layout, prepared, final, h=h)
     # in which v_new has taken the place of u
@@ -461,48 +445,36 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
     def empty(width: int, dtype: torch.dtype = k.dtype) -> torch.Tensor:
         return torch.empty(B, T, HV, width, dtype=dtype, device=k.device)
 
+    narrow = k.element_size() > 2
+    possible = _kinds(settings, k.dtype)
     G = empty(K, precisions.of_sums(k.dtype))
+    kinds = torch.empty(layout.rows, HV, BLOCKS, dtype=torch.int32, device=k.device)
+    launch(decays, (layout.rows * HV,))(
+        *(g, A_log, dt_bias, G, kinds, cu_seqlens, table, settings.lower_bound or 0.0, FURTHEST, T, *g.stride()[:3]),
+        **_of_gates(saved, settings, layout),
+        LEAST=possible[0],
+        MOST=possible[-1],
+        num_warps=1,
+    )
+    attend, w, u, kg, qg = (empty(width) for width in (SIZE, K, V, K, K))
+    selves = torch.empty(B, T, HV, dtype=torch.float32, device=k.device)
     lower = inverse = None
     if full:
         lower, inverse = empty(SIZE, torch.float32), empty(SIZE)
-    attend, w, u, kg, qg = (empty(width) for width in (SIZE, K, V, K, K))
-    selves = torch.empty(B, T, HV, dtype=torch.float32, device=k.device)
-    kinds = torch.empty(layout.rows, HV, dtype=torch.int32, device=k.device)
-    possible = _kinds(settings, k.dtype)
-    launch(decays, (layout.rows * HV,))(
-        *(g, A_log, dt_bias, G, kinds, cu_seqlens, table, settings.lower_bound or 0.0, NEAR, T),
-        *g.stride()[:3],
-        HV=HV,
-        K=K,
-        SIZE=SIZE,
-        BK=_block(K, 256),
-        GATE=settings.gate,
-        HAS_A=settings.gate and A_log is not None,
-        HAS_BIAS=settings.gate and dt_bias is not None,
-        BOUNDED=settings.lower_bound is not None,
-        LEAST=possible[0],
-        MOST=possible[-1],
-        PACKED=layout.packed,
-        num_warps=1,
-    )
-    narrow = k.element_size() > 2
-    for kind in possible:
-        whole, by_levels = kind == WHOLE.value, kind == LEVELS.value
-        kernel, of_kind = prepare_by_levels, {}
-        if not by_levels:
-            kernel, of_kind = prepare, {'BK_ROWS': _block(K, 32 if narrow else 128), 'KIND': kind}
-        launch(kernel, (layout.rows * HV,), wgmma=whole)(
+    BV = _block(V, 32 if narrow else 64)
+    if WHOLE.value in possible:
+        launch(prepare, (layout.rows * HV,))(
             *(q, k, v, beta, G, kinds, attend, selves, lower, inverse, w, u, kg, qg),
             *(cu_seqlens, table, settings.scale, T),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *beta.stride()),
-            **of_kind,
             H=H,
             HV=HV,
             K=K,
             V=V,
             SIZE=SIZE,
-            BK=_block(K, 64 if whole and not narrow else 32),
-            BV=_block(V, 32 if narrow else 64),
+            BK=_block(K, 32 if narrow else 64),
+            BK_ROWS=_block(K, 32 if narrow else 128),
+            BV=BV,
             NORMALISE=settings.normalise,
             SIGMOID=settings.sigmoid,
             DOUBLE=settings.double,
@@ -513,20 +485,74 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
             # with its loads pipelined it was wrong on a Hopper with Triton 3.6: see docs/kernels.md
             num_stages=1,
         )
+    if possible[-1] != WHOLE.value:
+        of_chunks = lower
+        if of_chunks is None:
+            # where a step has as many bytes of either, what a program overwrites is its own
+            same = V * u.element_size() == SIZE * 4
+            of_chunks = u.view(torch.float32) if same else empty(SIZE, torch.float32)
+        launch(scores, (layout.rows * HV * BLOCKS,))(
+            *(q, k, G, kinds, attend, selves, of_chunks, w, kg, qg, cu_seqlens, table, settings.scale, T),
+            *(*q.stride()[:3], *k.stride()[:3]),
+            H=H,
+            HV=HV,
+            K=K,
+            SIZE=SIZE,
+            BK=_block(K, 256),
+            LEAST=possible[0],
+            MOST=possible[-1],
+            NORMALISE=settings.normalise,
+            PACKED=layout.packed,
+            PRECISION=precision,
+            num_warps=4 if narrow else 2,
+            num_stages=1,
+        )
+        launch(updates, (layout.rows * HV,))(
+            *(v, beta, kinds, of_chunks, inverse, w, u, cu_seqlens, table, T, *v.stride()[:3], *beta.stride()),
+            HV=HV,
+            K=K,
+            V=V,
+            SIZE=SIZE,
+            BK=_block(K, 32 if narrow else 64),
+            BV=BV,
+            SIGMOID=settings.sigmoid,
+            DOUBLE=settings.double,
+            FULL=full,
+            PACKED=layout.packed,
+            PRECISION=precision,
+            num_warps=4 if narrow else 2,
+            num_stages=1,
+        )
     return _Prepared(G, kinds, attend, selves, lower, inverse, w, kg, qg, u)
 
 
+def _of_gates(saved: Saved, settings: Settings, layout: Layout) -> dict[str, Any]:
+    """What both kernels that walk along gates are compiled for."""
+    K = saved.k.shape[3]
+    return {
+        'HV': saved.v.shape[2],
+        'K': K,
+        'SIZE': SIZE,
+        'BK': _block(K, 256),
+        'GATE': settings.gate,
+        'HAS_A': settings.gate and saved.A_log is not None,
+        'HAS_BIAS': settings.gate and saved.dt_bias is not None,
+        'BOUNDED': settings.lower_bound is not None,
+        'PACKED': layout.packed,
+    }
+
+
 def _kinds(settings: Settings, dtype: torch.dtype) -> tuple[int, ...]:
-    """Of chunks that such a call can have, the least first: see forward.py."""
+    """Of blocks that such a call can have, the least first: see forward.py."""
     if dtype == torch.float16:
         # has not the range for products through the middle of anything
-        return (LEVELS.value,)
+        return (FAR.value,)
     lowest = -math.inf if not settings.gate or settings.lower_bound is None else settings.lower_bound
-    if lowest >= -NEAR / (SIZE // 2):
+    if lowest >= -FURTHEST / (SIZE // 2):
         return (WHOLE.value,)
-    if lowest >= -NEAR / 8:
-        return WHOLE.value, BLOCKS.value
-    return WHOLE.value, BLOCKS.value, LEVELS.value
+    if lowest >= -FURTHEST / (BLOCK.value // 2):
+        return WHOLE.value, NEAR.value
+    return WHOLE.value, NEAR.value, FAR.value
 
 
 def _recurrence(
@@ -568,6 +594,14 @@ def _recurrence(
 def _state_dims(saved: Saved, settings: Settings) -> tuple[int, int]:
     K, V = saved.k.shape[-1], saved.v.shape[-1]
     return (V, K) if settings.v_first else (K, V)
+
+
+def _in_place_of(dead: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Memory for float32 of this shape: that of a contiguous tensor that is read no more, where it has enough."""
+    count = math.prod(shape)
+    if dead.numel() * dead.element_size() < 4 * count:
+        return torch.empty(shape, dtype=torch.float32, device=dead.device)
+    return dead.view(-1)[: 4 * count // dead.element_size()].view(torch.float32).view(shape)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
