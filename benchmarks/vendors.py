@@ -233,6 +233,8 @@ def elsewhere(kind: str, vendor: str, given: dict[str, Any], every: bool) -> dic
     if every:
         ways |= {'reduce-overhead': compiled_to_graphs, 'exported': exported}
     found = {}
+    # cases of one process compile the same functions, more often than Dynamo does anew
+    torch.compiler.reset()
     with use_backend(vendor, op=operation), torch.no_grad():
         right = eager()
         for what, run in ways.items():

@@ -39,4 +39,9 @@ def test_the_package(monkeypatch, name):
     assert set(beyond) == BEYOND.get(name, set()), beyond
     assert row['same_bits']
     every = {'reduce-overhead', 'exported'} if name.endswith('.dense') else set()
-    assert row['others'] == dict.fromkeys({'compiled', 'captured'} | every, 'equal')
+    right = dict.fromkeys({'compiled', 'captured'} | every, 'equal')
+    if vendors.family(name) == 'qla' and 'packed' in name:
+        refused = row['others'].pop('captured')
+        assert 'which a CUDA graph capture refuses' in refused, refused
+        del right['captured']
+    assert row['others'] == right

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fla.ops.backends.backend import Verdict
+from fla.ops.backends.breaker import in_capture
 from fla.utils.devices import Device
 
 
@@ -42,6 +43,12 @@ def ordered(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
     """`cu_seqlens` in int32, within [0, `length`] and never falling, for kernels that trust them: whatever they hold,
     nothing is read or written out of bounds. Two small launches, and nothing waits for the GPU."""
     return cu_seqlens.clamp(0, length).cummax(0).values.int()
+
+
+def captured() -> bool:
+    """Whether this call is being captured into a CUDA graph. For what a package does only with packed sequences, say, and no
+    capture allows, such as a copy from the host. Compiled code does not ask: no graph is captured while it is traced."""
+    return not torch.compiler.is_compiling() and in_capture()
 
 
 def smallest_call(

@@ -248,6 +248,16 @@ def test_refused(package, changes, why):
     assert reason(case(**changes)) == why
 
 
+def test_refuses_packed_sequences_in_a_graph_capture(package, monkeypatch):
+    """Its chunk tables are copied from the host."""
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
+    assert reason(case(lens=[3, 1])).startswith(
+        'FlashQLA copies what it makes of cu_seqlens_cpu to the GPU, which a CUDA graph'
+    )
+    assert explain(chunk_gated_delta_rule, **fakes(case())).winner == 'flash_qla'
+
+
 def test_refuses_what_32_bits_cannot_count(package):
     T = 2**29 // 256
     wide = {name: torch.empty(1, 1, 1, 1, dtype=BF16).expand(1, T, 2, 128) for name in 'qkv'}
@@ -266,11 +276,11 @@ def test_needs_hopper(package, monkeypatch):
 
 def test_the_verifier_is_traceable():
     """And does not compile anew for another length."""
-    backend, counter = FlashQLABackend(), CompileCounter()
+    backend, counter, ends = FlashQLABackend(), CompileCounter(), torch.tensor([0, 3, 7])
 
     @torch.compile(fullgraph=True, dynamic=True, backend=counter)
     def double_if_served(q, v):
-        return q * 2 if backend.chunk_gated_delta_rule_verifier(q, v, None, None, None)[0] else q
+        return q * 2 if backend.chunk_gated_delta_rule_verifier(q, v, None, ends, ends)[0] else q
 
     for length in (7, 12, 33):
         q, wrong = torch.ones(2, length, 2, 128), torch.ones(2, length, 2, 64)

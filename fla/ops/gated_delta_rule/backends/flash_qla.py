@@ -10,7 +10,7 @@ from fla.ops.backends import BaseBackend
 from fla.ops.backends.backend import Verdict
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.triton_call import on_device_of
-from fla.ops.common.vendor import for_tma, smallest_call
+from fla.ops.common.vendor import captured, for_tma, smallest_call
 from fla.utils.devices import Device, is_nvidia_sm120
 
 DIM = 128  # K and V
@@ -188,7 +188,8 @@ class FlashQLABackend(BaseBackend):
     beta computed by the caller. A kernel of our own normalises q and k, since FlashQLA would compile one with Inductor.
 
     FlashQLA lays chunks out on the host. Packed sequences are therefore served only where `cu_seqlens_cpu` comes along:
-    reading `cu_seqlens` back would synchronise on every call, and fail in a CUDA graph capture.
+    reading `cu_seqlens` back would synchronise on every call. They are not in a CUDA graph capture, which allows no copy of
+    what was laid out.
     """
 
     backend_type = 'flash_qla'
@@ -223,6 +224,8 @@ class FlashQLABackend(BaseBackend):
             return False, 'FlashQLA takes scale=0 for no scale'
         if cu_seqlens is not None and cu_seqlens_cpu is None:
             return False, 'FlashQLA lays chunks out on the host: cu_seqlens needs cu_seqlens_cpu beside it'
+        if cu_seqlens is not None and captured():
+            return False, 'FlashQLA copies what it makes of cu_seqlens_cpu to the GPU, which a CUDA graph capture refuses'
         if q.shape[3] != DIM or v.shape[3] != DIM:
             return False, ('K and V must be 128, got %s and %s', q.shape[3], v.shape[3])
         if v.numel() == 0:
