@@ -75,7 +75,8 @@ def pairs_backward(
 
     Args:
         lower (float32), inverse (SIZE), v_new (V), h: of the forward. do, du: gradients of o and v_new, contiguous (V).
-        d_attend: written, scale * (dM + dM^T), of use outside of its diagonal (SIZE). May be the memory of `attend`.
+        d_attend: written, scale * (dM + dM^T), of use outside of its diagonal (SIZE); of 16 bits, what these hold of it and
+            then what they hold of the rest (2 * SIZE). May be the memory of `lower`.
         d_selves: written, the diagonal of scale * dM, float32. May be `selves`.
         d_lower: written, dA + dA^T for A = `lower` (SIZE). May be `inverse`.
         d_grown: written, the gradient of e^G k, k normalised (K).
@@ -152,7 +153,7 @@ def pairs_backward(
     tl.store(dbeta + token + own1, db.to(dbeta.dtype.element_ty), mask=inside)
     dA = dL * bt[:, None]
     dA += tl.trans(dA)
-    # `inverse` was read by other threads
+    # `inverse` and `lower` were read by other threads
     tl.debug_barrier()
     tl.store(d_lower + square, dA.to(d_lower.dtype.element_ty), mask=inside[:, None])
     dM = tl.zeros([SIZE, SIZE], tl.float32)
@@ -167,7 +168,13 @@ def pairs_backward(
     itself = tl.sum(tl.where(steps[:, None] == steps[None, :], dM, 0.0), 1)
     tl.store(d_selves + token + own1, itself, mask=inside)
     dM = tl.where(steps[:, None] >= steps[None, :], dM, tl.trans(dM))
-    tl.store(d_attend + square, dM.to(d_attend.dtype.element_ty), mask=inside[:, None])
+    high = dM.to(d_attend.dtype.element_ty)
+    # not one float32: rounded in the registers of a product in a loop, it came out as NaN on a Hopper with Triton 3.6
+    PARTS: tl.constexpr = 1 if d_attend.dtype.element_ty == tl.float32 else 2
+    at = (token + own) * SIZE * PARTS + steps[None, :]
+    tl.store(d_attend + at, high, mask=inside[:, None])
+    if PARTS == 2:
+        tl.store(d_attend + at + SIZE, (dM - high.to(tl.float32)).to(high.dtype), mask=inside[:, None])
 
 
 @triton.jit
@@ -188,6 +195,7 @@ def middle_backward(
     steps,
     inside,
     square,
+    in_parts,
     d_attend,
     d_lower,
     PRECISION: tl.constexpr,
@@ -197,7 +205,8 @@ def middle_backward(
     # `exp32` was no quicker here, and made it spill more
     later, sooner = tl.exp(away), tl.exp(-away)
     before = (steps[:, None] > steps[None, :]) & inside[:, None]
-    dM = tl.load(d_attend + square, mask=before, other=0.0)
+    # of these the first part will do
+    dM = tl.load(d_attend + in_parts, mask=before, other=0.0)
     dA = tl.load(d_lower + square, mask=before, other=0.0)
     dy = dot_of_parts(tl.trans(dM), unit_Q * later, PRECISION)
     dy += dot_of_parts(tl.trans(dA), unit_keys * later, PRECISION)
@@ -365,8 +374,10 @@ def channels_backward(
     # a step with itself
     diagonal = tl.load(d_selves + token + own1, mask=inside, other=0.0)[:, None]
     square = (token + own) * SIZE + steps[None, :]
+    PARTS: tl.constexpr = 1 if d_attend.dtype.element_ty == tl.float32 else 2
+    in_parts = (token + own) * SIZE * PARTS + steps[None, :]
     away = from_middle(Gc, G + token * K, cols, cols < K, mask, count, HV, K)
-    dx_q, dx_k, dy = middle_backward(unit_Q, unit_keys, away, steps, inside, square, d_attend, d_lower, PRECISION)
+    dx_q, dx_k, dy = middle_backward(unit_Q, unit_keys, away, steps, inside, square, in_parts, d_attend, d_lower, PRECISION)
     dG = unit_Q * dx_q + unit_keys * (dx_k - dy)
     d_query = diagonal * unit_keys + dx_q
     d_key = diagonal * unit_Q + dx_k + dy

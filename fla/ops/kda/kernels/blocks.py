@@ -15,6 +15,7 @@ import triton.language as tl
 from fla.ops.common.kernels.gates import beta_of, exp32
 from fla.ops.common.kernels.layout import chunk_of
 from fla.ops.common.kernels.solve import below, unit_lower_inverse
+from fla.ops.kda.kernels.backward import dot_of_parts
 from fla.ops.kda.kernels.forward import middle_scores
 from fla.ops.kda.kernels.gates import BLOCK, FAR, WHOLE
 
@@ -341,23 +342,41 @@ def through_states(
 
 
 @triton.jit
-def middle_backward(dM, dA, unit_Q, unit_keys, away, PRECISION: tl.constexpr):
-    """Gradients of q, k and G by pairs of steps of a block, through a step that they are `away` from. dM, dA: of the scores,
-    0 but below the diagonal."""
+def dot_of_both(x, rest, y, PRECISION: tl.constexpr):
+    """(x + rest) y, x and rest what 16 bits hold of a float32 and of what that leaves."""
+    product = dot_of_parts(x, y, PRECISION)
+    if x.dtype != tl.float32:
+        product = tl.dot(rest, y.to(rest.dtype), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def middle_backward(dM, rest, dA, unit_Q, unit_keys, away, PRECISION: tl.constexpr):
+    """Gradients of q, k and G by pairs of steps of a block, through a step that they are `away` from. dM and rest, dA: of the
+    scores of q and k, 0 but below the diagonal."""
     later, sooner = exp32(away), exp32(-away)
-    x_q, x_k = (unit_Q * later).to(dM.dtype), (unit_keys * later).to(dM.dtype)
-    y = (unit_keys * sooner).to(dM.dtype)
-    dx_q = tl.dot(dM, y, input_precision=PRECISION)
-    dx_k = tl.dot(dA, y, input_precision=PRECISION)
-    dy = tl.dot(tl.trans(dM), x_q, input_precision=PRECISION)
-    dy = tl.dot(tl.trans(dA), x_k, dy, input_precision=PRECISION)
-    dG = x_q.to(tl.float32) * dx_q + x_k.to(tl.float32) * dx_k - y.to(tl.float32) * dy
-    return dx_q * later, dx_k * later + dy * sooner, dG
+    x_q, x_k, y = unit_Q * later, unit_keys * later, unit_keys * sooner
+    dx_q, dx_k = dot_of_both(dM, rest, y, PRECISION), dot_of_parts(dA, y, PRECISION)
+    dy = dot_of_both(tl.trans(dM), tl.trans(rest), x_q, PRECISION) + dot_of_parts(tl.trans(dA), x_k, PRECISION)
+    return dx_q * later, dx_k * later + dy * sooner, x_q * dx_q + x_k * dx_k - y * dy
 
 
 @triton.jit
 def level_backward(
-    dM, dA, unit_Q, unit_keys, Gc, G_ptr, t, cols, in_cols, count, HV: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr
+    dM,
+    rest,
+    dA,
+    unit_Q,
+    unit_keys,
+    Gc,
+    G_ptr,
+    t,
+    cols,
+    in_cols,
+    count,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """As `middle_backward`, at four levels."""
     d_query = tl.zeros(unit_Q.shape, tl.float32)
@@ -368,14 +387,15 @@ def level_backward(
         decay = level_decay(Gc, G_ptr, t, half, cols, in_cols, count, HV, K)
         meet = below(tl.arange(0, BLOCK), half)
         dM_here, dA_here = tl.where(meet, dM, 0.0).to(dM.dtype), tl.where(meet, dA, 0.0).to(dA.dtype)
-        x, y = (unit_Q * decay).to(dM.dtype), (unit_keys * decay).to(dM.dtype)
-        dx = tl.dot(dM_here, y, input_precision=PRECISION)
-        dy_later = tl.dot(dA_here, y, input_precision=PRECISION)
-        dy = tl.dot(tl.trans(dM_here), x, input_precision=PRECISION)
-        dy = tl.dot(tl.trans(dA_here), y, dy, input_precision=PRECISION)
+        rest_here = tl.where(meet, rest, 0.0).to(rest.dtype)
+        x, y = unit_Q * decay, unit_keys * decay
+        dx, dy_later = dot_of_both(dM_here, rest_here, y, PRECISION), dot_of_parts(dA_here, y, PRECISION)
+        dy = dot_of_both(tl.trans(dM_here), tl.trans(rest_here), x, PRECISION) + dot_of_parts(
+            tl.trans(dA_here), y, PRECISION
+        )
         d_query += dx * decay
         d_key += (dy_later + dy) * decay
-        dG += x.to(tl.float32) * dx + y.to(tl.float32) * (dy_later - dy)
+        dG += x * dx + y * (dy_later - dy)
     return d_query, d_key, dG
 
 
@@ -467,6 +487,8 @@ def blocks_backward(
     own = t.to(tl.int64) * HV
     at = token * K + own[:, None] * K + cols[None, :]
     square = (token + own[:, None]) * SIZE
+    PARTS: tl.constexpr = 1 if d_attend.dtype.element_ty == tl.float32 else 2
+    in_parts = square * PARTS
 
     unit_Q = unit_rows(q_ptr, q_t, rq, token, t, inside, cols, in_cols, HV, NORMALISE)
     unit_keys = unit_rows(k_ptr, k_t, rk, token, t, inside, cols, in_cols, HV, NORMALISE)
@@ -479,7 +501,7 @@ def blocks_backward(
     d_key = tl.zeros([BLOCK, BK], tl.float32)
     for j in tl.range(0, begin, BLOCK, num_stages=1):
         s = j + within
-        dM = tl.load(d_attend + square + s[None, :], mask=inside[:, None], other=0.0)
+        dM = tl.load(d_attend + in_parts + s[None, :], mask=inside[:, None], other=0.0)
         dA = tl.load(d_lower + square + s[None, :], mask=inside[:, None], other=0.0)
         keys_s = unit_rows(k_ptr, k_t, rk, token, s, s < begin, cols, in_cols, HV, NORMALISE)
         known = (s < begin)[:, None] & in_cols[None, :]
@@ -502,7 +524,7 @@ def blocks_backward(
     for j in tl.range(begin + BLOCK, count, BLOCK, num_stages=1):
         s = j + within
         there = inside[:, None] & (s < count)[None, :]
-        dM = tl.load(d_attend + square + s[None, :], mask=there, other=0.0)
+        dM = tl.load(d_attend + in_parts + s[None, :], mask=there, other=0.0)
         dA = tl.load(d_lower + square + s[None, :], mask=there, other=0.0)
         known = (s < count)[:, None] & in_cols[None, :]
         G_s = tl.load(G_ptr + s[:, None].to(tl.int64) * HV * K + cols[None, :], mask=known, other=0.0)
@@ -518,16 +540,19 @@ def blocks_backward(
 
     # among its own
     strict = inside[:, None] & (within[:, None] > within[None, :])
-    dM = tl.load(d_attend + square + t[None, :], mask=strict, other=0.0)
+    dM = tl.load(d_attend + in_parts + t[None, :], mask=strict, other=0.0)
+    rest = dM
+    if PARTS == 2:
+        rest = tl.load(d_attend + in_parts + SIZE + t[None, :], mask=strict, other=0.0)
     dA = tl.load(d_lower + square + t[None, :], mask=strict, other=0.0)
     if far:
         to_query, to_key, to_gate = level_backward(
-            dM, dA, unit_Q, unit_keys, Gc, G_ptr, t, cols, in_cols, count, HV, K, PRECISION
+            dM, rest, dA, unit_Q, unit_keys, Gc, G_ptr, t, cols, in_cols, count, HV, K, PRECISION
         )
     else:
         G_middle = decay_at(G_ptr, begin + BLOCK // 2, cols, in_cols, count, HV, K)
         away = tl.where(mask, (Gc - G_middle[None, :]).to(tl.float32), 0.0)
-        to_query, to_key, to_gate = middle_backward(dM, dA, unit_Q, unit_keys, away, PRECISION)
+        to_query, to_key, to_gate = middle_backward(dM, rest, dA, unit_Q, unit_keys, away, PRECISION)
     d_query += to_query
     d_key += to_key
     d_gate += to_gate

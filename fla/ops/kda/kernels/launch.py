@@ -316,8 +316,9 @@ def within_chunks(
         new = torch.zeros if layout.packed else torch.empty
         return new(layout.rows, HV, *shape, dtype=torch.float32, device=k.device)
 
-    d_attend, d_selves, d_lower = fresh(chunks.attend), fresh(chunks.selves), fresh(chunks.inverse)
-    d_grown, dv = fresh(chunks.w), du
+    # `lower` is float32: room for each number in two 16-bit parts
+    d_attend = fresh(chunks.lower).view(k.dtype)
+    d_selves, d_lower, d_grown, dv = fresh(chunks.selves), fresh(chunks.inverse), fresh(chunks.w), du
     dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     rq = rk = None
     if settings.normalise:
