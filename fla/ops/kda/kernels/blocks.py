@@ -352,8 +352,8 @@ def dot_of_both(x, rest, y, PRECISION: tl.constexpr):
 
 @triton.jit
 def middle_backward(dM, rest, dA, unit_Q, unit_keys, away, PRECISION: tl.constexpr):
-    """Gradients of q, k and G by pairs of steps of a block, through a step that they are `away` from. dM and rest, dA: of the
-    scores of q and k, 0 but below the diagonal."""
+    """Gradients of q, k and G by pairs of steps of a block, through a step that they are `away` from. dM and rest, dA: of
+    the scores of q and k, 0 but below the diagonal."""
     later, sooner = exp32(away), exp32(-away)
     x_q, x_k, y = unit_Q * later, unit_keys * later, unit_keys * sooner
     dx_q, dx_k = dot_of_both(dM, rest, y, PRECISION), dot_of_parts(dA, y, PRECISION)
