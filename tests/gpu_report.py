@@ -87,5 +87,6 @@ def commit() -> str | None:
 def command(config: pytest.Config) -> str:
     """As a reader can repeat it."""
     words = [re.sub(rf'^{re.escape(str(ROOT))}/', '', str(word)) for word in config.invocation_params.args]
+    words = [Path(word).name if Path(word) == config.option.gpu_report else word for word in words]
     quoted = [f"'{word}'" if ' ' in word else word for word in words]
     return ' '.join(['pytest', *quoted])
