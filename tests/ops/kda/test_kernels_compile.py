@@ -37,7 +37,7 @@ def test_compiles(request, capability, dtype, dim):
     assert {'pairs_backward', 'channels_backward', 'through_states', 'blocks_backward', 'gates_backward'} <= names
     if dtype == BF16 and capability == (9, 0):
         # `states_backward` with the state V first spills 72 bytes on Triton 3.9, none without an initial and final state;
-        # `updates` of two warps is quicker than of four, which spill nothing
-        most = {'states_backward': 80, 'updates': 480, 'prepare': 160, 'blocks_backward': 80}
+        # Of two warps, these are quicker on an H200 than of four that spill nothing.
+        most = {'states_backward': 80, 'prepare': 160, 'updates': 480, 'blocks_backward': 256}
         spilled = {one.name: one.spilled for one in compiled if one.spilled > most.get(one.name, 64)}
         assert spilled == {}

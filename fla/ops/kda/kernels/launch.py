@@ -528,7 +528,7 @@ def _prepare(saved: Saved, settings: Settings, layout: Layout, full: bool) -> _P
 
 
 def _of_gates(saved: Saved, settings: Settings, layout: Layout) -> dict[str, Any]:
-    """What both kernels that walk along gates are compiled for."""
+    """What kernels that read gates are compiled for."""
     K = saved.k.shape[3]
     return {
         'HV': saved.v.shape[2],
