@@ -210,7 +210,7 @@ def test_which_kernels_of_kda_use_wgmma(monkeypatch):
     asynchronous = {}
     for one in compiled:
         asynchronous.setdefault(one.name, set()).add('warp_group_dot ' in one.kernel.asm['ttgir'])
-    for name in ('prepare', 'through_states', 'pairs_backward', 'states_backward', 'channels_backward'):
+    for name in ('prepare', 'products_with_states', 'pairs_backward', 'states_backward', 'channels_backward'):
         assert asynchronous[name] == {True}, name
     for name in ('scores', 'updates', 'blocks_backward'):
         assert asynchronous[name] == {False}, name

@@ -92,7 +92,7 @@ def test_a_bound_of_the_gates_leaves_out_kernels_that_would_find_no_chunk(monkey
     assert names.count(launch.channels_backward) == backward
     strong = kinds > 1
     assert [names.count(kernel) for kernel in (launch.scores, launch.updates)] == [forward * strong] * 2
-    those = (launch.through_states, launch.blocks_backward, launch.gates_backward)
+    those = (launch.products_with_states, launch.blocks_backward, launch.gates_backward)
     assert [names.count(kernel) for kernel in those] == [backward * strong] * 3
     assert {most for kernel, most in launched if kernel in (launch.decays, launch.scores, launch.blocks_backward)} == {
         kinds - 1

@@ -277,7 +277,7 @@ def product_with_state(
 
 
 @triton.jit(do_not_specialize=['T'])
-def through_states(
+def products_with_states(
     G,
     v_new,
     h,
@@ -351,7 +351,7 @@ def dot_of_both(x, rest, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def middle_backward(dM, rest, dA, unit_Q, unit_keys, away, PRECISION: tl.constexpr):
+def middle_gradients(dM, rest, dA, unit_Q, unit_keys, away, PRECISION: tl.constexpr):
     """Gradients of q, k and G by pairs of steps of a block, through a step that they are `away` from. dM and rest, dA: of
     the scores of q and k, 0 but below the diagonal."""
     later, sooner = exp32(away), exp32(-away)
@@ -362,7 +362,7 @@ def middle_backward(dM, rest, dA, unit_Q, unit_keys, away, PRECISION: tl.constex
 
 
 @triton.jit
-def level_backward(
+def level_gradients(
     dM,
     rest,
     dA,
@@ -378,7 +378,7 @@ def level_backward(
     K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As `middle_backward`, at four levels."""
+    """As `middle_gradients`, at four levels."""
     d_query = tl.zeros(unit_Q.shape, tl.float32)
     d_key = tl.zeros(unit_Q.shape, tl.float32)
     dG = tl.zeros(unit_Q.shape, tl.float32)
@@ -451,7 +451,7 @@ def blocks_backward(
 
     Args:
         kinds: of `decays`, and so are LEAST and MOST.
-        d_attend, d_selves, d_lower, d_grown: of `pairs_backward`. dqg, dkg: of `through_states`.
+        d_attend, d_selves, d_lower, d_grown: of `pairs_backward`. dqg, dkg: of `products_with_states`.
         dq, dk: written, of q and k per value head and, with NORMALISE, as normalised, `[B, T, HV, K]`. May be dqg and dkg.
         dG: written, of the log decay, float32 `[B, T, HV, K]`.
         carried: written, what the steps of each block give the log decay of the last of the chunk, float32
@@ -546,13 +546,13 @@ def blocks_backward(
         rest = tl.load(d_attend + in_parts + SIZE + t[None, :], mask=strict, other=0.0)
     dA = tl.load(d_lower + square + t[None, :], mask=strict, other=0.0)
     if far:
-        to_query, to_key, to_gate = level_backward(
+        to_query, to_key, to_gate = level_gradients(
             dM, rest, dA, unit_Q, unit_keys, Gc, G_ptr, t, cols, in_cols, count, HV, K, PRECISION
         )
     else:
         G_middle = decay_at(G_ptr, begin + BLOCK // 2, cols, in_cols, count, HV, K)
         away = tl.where(mask, (Gc - G_middle[None, :]).to(tl.float32), 0.0)
-        to_query, to_key, to_gate = middle_backward(dM, rest, dA, unit_Q, unit_keys, away, PRECISION)
+        to_query, to_key, to_gate = middle_gradients(dM, rest, dA, unit_Q, unit_keys, away, PRECISION)
     d_query += to_query
     d_key += to_key
     d_gate += to_gate

@@ -168,7 +168,7 @@ def gates_backward(
 
     Args:
         dG: of `blocks_backward`. kinds: of `decays`.
-        kept, carried: of `through_states` and `blocks_backward`, to be added to dG of the last step of the chunk.
+        kept, carried: of `products_with_states` and `blocks_backward`, to be added to dG of the last step of the chunk.
         dg: written, of g as given, `[B, T, HV, K]`.
         dA_log: written with HAS_A, each program's part and then zeros, float32 `[rows, HV, PARTS]`.
         ddt_bias: written with HAS_BIAS, each chunk's part, float32 `[rows, HV, K]`.

@@ -19,7 +19,7 @@ from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.kda.kernels.backward import channels_backward, heads_backward, pairs_backward
-from fla.ops.kda.kernels.blocks import blocks_backward, scores, through_states, updates
+from fla.ops.kda.kernels.blocks import blocks_backward, products_with_states, scores, updates
 from fla.ops.kda.kernels.forward import outputs, prepare
 from fla.ops.kda.kernels.gates import BLOCK, FAR, NEAR, WHOLE, decays, gates_backward
 from fla.ops.kda.kernels.states import states_forward
@@ -299,7 +299,7 @@ def within_chunks(
 
     Args:
         saved, settings, layout: of the call. Unless `saved` has what the forward computed, `chunks` may be overwritten.
-        do: of o. du: of v_new; may be overwritten. dh: of the state after each chunk. All contiguous.
+        do: of o. du: of v_new. dh: of the state after each chunk. All contiguous; the last two may be overwritten.
     """
     q, k, v, g, beta, A_log, dt_bias, _, cu_seqlens, table, _ = saved[:11]
     B, T, H, K = q.shape
@@ -367,7 +367,7 @@ def within_chunks(
     if kinds[-1] != WHOLE.value:
         kept, carried = parts(K), parts(BLOCKS, K)
         wide = _block(K, 32 if narrow else 64)
-        launch(through_states, (cdiv(K, wide) * programs,))(
+        launch(products_with_states, (cdiv(K, wide) * programs,))(
             *(chunks.G, chunks.v_new, chunks.h, do, dh, chunks.kinds, dq_heads, dk_heads, kept),
             *(cu_seqlens, table, settings.scale, T),
             HV=HV,
