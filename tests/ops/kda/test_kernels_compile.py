@@ -36,8 +36,8 @@ def test_compiles(request, capability, dtype, dim):
     assert {'decays', 'prepare', 'scores', 'updates', 'states_forward'} <= names
     assert {'pairs_backward', 'channels_backward', 'products_with_states', 'blocks_backward', 'gates_backward'} <= names
     if dtype == BF16 and capability == (9, 0):
-        # `states_backward` with the state V first spills 72 bytes on Triton 3.9, none without an initial and final state;
-        # Of two warps, these are quicker on an H200 than of four that spill nothing.
-        most = {'states_backward': 80, 'prepare': 160, 'updates': 480, 'blocks_backward': 256}
+        # `states_backward` with the state V first spills 72 bytes on Triton 3.9, none without an initial and final state.
+        # The last two, of two warps, were quicker on an H200 than of four; with Triton 3.9 they spill this much.
+        most = {'states_backward': 80, 'prepare': 160, 'updates': 480, 'blocks_backward': 272}
         spilled = {one.name: one.spilled for one in compiled if one.spilled > most.get(one.name, 64)}
         assert spilled == {}
