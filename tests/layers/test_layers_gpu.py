@@ -52,14 +52,13 @@ def test_against_the_formula(name, dtype):
     weights = hidden(2, 200, seed=5)
     (dx,) = torch.autograd.grad((o.double() * weights.cuda()).sum(), x)
     (right_dx,) = torch.autograd.grad((right * weights).sum(), wide)
-    assert error(right_dx, dx.cpu()) < max(
-        bounds.of_gradient(limit(dtype)), 1.5 * error(right_dx, on_cpu(name, dtype, weights))
-    )
+    most, on_cpu = bounds.of_gradient(limit(dtype)), error(right_dx, by_pytorch(name, dtype, weights))
+    # in float16 PyTorch's own operations make 1.03e-2 of KDA, which is beyond its bound: there, 1.5 times that
+    assert error(right_dx, dx.cpu()) < (most if on_cpu < most else 1.5 * on_cpu)
 
 
-def on_cpu(name, dtype, weights):
-    """The gradient of a layer's input by PyTorch's operations in that dtype. What its roundings come to depends on the
-    layer: in float16 that of KDA is off by 1.03e-2, which is more than its bound."""
+def by_pytorch(name, dtype, weights):
+    """The gradient of a layer's input in that dtype, on a CPU."""
     layer, x = make(name, FP32).to(dtype), hidden(2, 200).to(dtype).requires_grad_()
     return torch.autograd.grad((layer(x)[0].double() * weights).sum(), x)[0]
 

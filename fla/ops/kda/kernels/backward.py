@@ -421,7 +421,7 @@ def channels_backward(
             tl.store(ddt_bias + (row.to(tl.int64) * HV + hv) * K + cols, part_bias, mask=cols < K)
     tl.store(dq + at, d_query.to(dq.dtype.element_ty), mask=mask)
     tl.store(dk + at, d_key.to(dk.dtype.element_ty), mask=mask)
-    # boundaries of G were read by other threads
+    # the last step and the middle of G were read by other threads
     tl.debug_barrier()
     tl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=mask)
 
