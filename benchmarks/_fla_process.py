@@ -20,8 +20,9 @@ def version_of(folder: Path) -> str:
 
 
 def fla_rows(script: str, arguments: list[str], folder: Path) -> Iterator[dict[str, Any]]:
-    """What the same script prints there, a JSON object a line, after `--lines`."""
-    environment = {**os.environ, 'PYTHONPATH': _path_with(folder)}
+    """What the same script prints there, a JSON object a line, after `--lines`. FLA's own Triton kernels: a vendor's package
+    that is installed would serve in its name."""
+    environment = {**os.environ, 'PYTHONPATH': _path_with(folder), 'FLA_DISABLE_BACKEND_DISPATCH': '1'}
     again = [sys.executable, script, '--lines', *arguments]
     with subprocess.Popen(again, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout

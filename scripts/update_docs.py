@@ -193,6 +193,22 @@ def _accuracy(result: Result) -> str:
     )
 
 
+def clients(results: list[Result]) -> str:
+    """Times of transformers' models on a CPU."""
+    return '\n\n'.join(_clients(result) for result in results) or _nothing('benchmarks/clients.py')
+
+
+def _clients(result: Result) -> str:
+    rows = []
+    for row in result['rows']:
+        times = [f'{row[who]:.0f}' if row[who] >= 100 else f'{row[who]:.3g}' for who in ('fla', 'transformers')]
+        rows.append([f'{row["model"]}: {row["phase"]}', row['unit'], *times, f'{row["faster"]:.2f}x'])
+    return (
+        f'{_origin(result)[:-1]}, transformers {result["machine"]["transformers"]}. `faster` is the median of turns, of '
+        'several processes.\n\n' + table(['', 'unit', 'these operations', "transformers' own path", 'faster'], rows)
+    )
+
+
 def modules(results: list[Result]) -> str:
     """Times of the modules on GPUs."""
     return '\n\n'.join(_modules(result) for result in results) or _nothing('benchmarks/modules.py')
@@ -382,6 +398,7 @@ PARTS: dict[str, tuple[str | None, Callable[..., str]]] = {
     'breaks': ('compile_breaks', breaks),
     'delta-rules': ('delta_rules', delta_rules),
     'accuracy': ('accuracy', accuracy),
+    'clients': ('clients', clients),
     'modules': ('modules', modules),
     'attention': ('attention', attention),
     'qwen3-next': ('qwen3_next', qwen3_next),

@@ -93,3 +93,15 @@ def test_the_version_of_a_peer(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / 'benchmarks'))
     (tmp_path / 'fla_core-0.6.0.dist-info').mkdir()
     assert importlib.import_module('_fla_process').version_of(tmp_path) == '0.6.0'
+
+
+def test_a_peer_runs_its_own_kernels(monkeypatch, tmp_path):
+    """Not those of a vendor that its dispatch would choose, and from its own folder."""
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks'))
+    peer = importlib.import_module('_fla_process')
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))
+    script = tmp_path / 'script.py'
+    script.write_text('import json, os; print("tuning"); print(json.dumps(dict(os.environ)))')
+    (environment,) = peer.fla_rows(str(script), [], tmp_path)
+    assert environment['FLA_DISABLE_BACKEND_DISPATCH'] == '1'
+    assert environment['PYTHONPATH'] == str(tmp_path)
