@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     'sinks and window of 128': ((4, 2048, 2048, 64, 8, 64, 64), {'sink_bias': True, 'window_size': 128}),
     'chunk after cache': ((4, 512, 4096, 16, 4, 128, 128), {}),
     'one step': ((32, 1, 4096, 16, 4, 128, 128), {}),
+    'one step, one row': ((1, 1, 4096, 16, 4, 128, 128), {}),
     'float32': ((4, 1024, 1024, 16, 16, 128, 128), {'dtype': torch.float32}),
 }
 
@@ -144,12 +146,29 @@ def measured(shape: tuple[int, ...], asked: dict[str, Any], backend: str) -> dic
         row[f'{name}_ms'] = gpu_ms(wanted)
         row[f'{name}_wall_ms'] = wall_ms(wanted, calls=20, rounds=5)
         row[f'{name}_peak_mib'] = peak_mib(wanted)
+    if 'forward_ms' in row and shape[1] == 1:
+        row['new_keys_wall_ms'] = with_new_keys(call, tensors)
     if 'forward_ms' in row:
         pairs = shape[0] * shape[3] * (shape[1] * shape[2] - shape[1] * (shape[1] - 1) / 2)
         if not options:
             row['forward_tflops'] = 2 * pairs * (shape[5] + shape[6]) / row['forward_ms'] / 1e9
         row['errors'] = errors(shape, asked, bound, grad='both_ms' in row)
     return row
+
+
+def with_new_keys(call: Callable[..., Any], tensors: dict[str, torch.Tensor]) -> float:
+    """Milliseconds of wall time of a step whose keys are so many for the first time, as at each step of decoding: the median
+    of 20."""
+    taken = []
+    for fewer in range(20, 0, -1):
+        given = {**tensors, **{name: tensors[name][:, fewer:] for name in ('k', 'v')}}
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with torch.no_grad():
+            call(**given)
+        torch.cuda.synchronize()
+        taken.append(1e3 * (time.perf_counter() - start))
+    return median(taken)
 
 
 def rows(cases: list[str], backends: list[str]) -> Iterator[dict[str, Any]]:

@@ -251,13 +251,17 @@ def _attention(result: Result) -> str:
         if {'forward_ms', 'both_ms'} & row.keys():
             ratios = [f'{row[key]:.2f}' if key in row else '' for key in ('forward_over_torch', 'both_over_torch')]
             backend = f'{row["backend"]}, chosen' if row['chosen'] else row['backend']
-            rows.append([row['case'], ', '.join(map(str, row['shape'])), backend, *_times(row), *ratios])
+            new = [f'{row["new_keys_wall_ms"]:.3f}'] if 'new_keys_wall_ms' in row else []
+            rows.append([row['case'], ', '.join(map(str, row['shape'])), backend, *_times(row), *ratios, *new])
     head = ['', 'B, T, S, HQ, H, K, V', 'backend', 'forward ms', 'with backward ms', 'peak MiB', 'largest error']
+    last = ['forward', 'with backward']
+    if any('new_keys_wall_ms' in row for row in result['rows']):
+        last += ['new S: wall ms']
+        rows = [row + [''] * (len(head) + len(last) - len(row)) for row in rows]
     return (
         f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
         f"{versions['triton']}. `torch` is PyTorch's attention called directly, the last columns are times over its; "
-        f'`chosen` stands beside what `parallel_attn` takes.{stopped}{_note(result)}\n\n'
-        + table([*head, 'forward', 'with backward'], rows)
+        f'`chosen` stands beside what `parallel_attn` takes.{stopped}{_note(result)}\n\n' + table([*head, *last], rows)
     )
 
 

@@ -12,10 +12,14 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=['waits', 'packs padding', 'masks'])
+@pytest.fixture(params=['waits', 'packs padding', 'masks', 'masks of few sizes'])
 def padded(request, monkeypatch):
-    """The roads of a padded batch: of eager code, and where nobody may wait; attention has two of those."""
+    """The roads of a padded batch: of eager code, and where nobody may wait; attention has two of those, and on a GPU adds
+    keys that nobody sees."""
     if request.param != 'waits':
         monkeypatch.setattr(padding, 'may_wait', lambda x: False)
         monkeypatch.setattr(attn, 'may_pack', lambda x: request.param == 'packs padding')
+    if request.param == 'masks of few sizes':
+        monkeypatch.setattr(attn, 'makes_plans', lambda q: True)
+        monkeypatch.setattr(attn, 'PLANNED', 4)
     return request.param

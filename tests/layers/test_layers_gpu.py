@@ -96,6 +96,26 @@ def test_generation(name, dtype):
     assert error(right, torch.cat(pieces, 1).cpu()) < limit(dtype)
 
 
+@pytest.mark.parametrize('dtype', [FP32, BF16], ids=str)
+@pytest.mark.parametrize('name', LAYERS)
+def test_padded_generation(name, dtype):
+    """Rows of a batch, each with padding before it."""
+    layer, x, exact, wide = on_gpu(name, dtype, 3, 224)
+    lengths = (130, 1, 220)
+    mask = torch.zeros(3, 220, device='cuda')
+    for row, length in zip(mask, lengths, strict=True):
+        row[-length:] = 1
+    with torch.no_grad():
+        o, _, cache = layer(x[:, :220], attention_mask=mask, use_cache=True)
+        pieces = [o]
+        for t in range(220, 224):
+            mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+            pieces.append(layer(x[:, t : t + 1], attention_mask=mask, past_key_values=cache)[0])
+    for row, (got, length) in enumerate(zip(torch.cat(pieces, 1), lengths, strict=True)):
+        right = oracle(name, exact, wide[row : row + 1, 220 - length :])[0]
+        assert error(right, got[220 - length :].cpu()) < limit(dtype)
+
+
 @pytest.mark.parametrize('name', LAYERS)
 def test_compiled(name):
     layer, x, _, _ = on_gpu(name, FP32, 2, 70)

@@ -120,14 +120,28 @@ def test_explain_names_the_kernels_of_pytorch(dtype, queries):
     (note,) = decision['sdpa'].notes
     if dtype == BF16:
         assert 'flash' in note
+    ran = kernels_of_pytorch(given)
+    assert len(ran) == 1
+    assert ran[0] in note
+
+
+def kernels_of_pytorch(given):
+    """Those that run, by their names here."""
     parallel_attn(**given)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         parallel_attn(**given)
         torch.cuda.synchronize()
     kernels = ' '.join(event.key for event in profile.key_averages())
-    ran = [name for name, part in PYTORCHS.items() if part in kernels]
-    assert len(ran) == 1, kernels
-    assert ran[0] in note
+    return [name for name, part in PYTORCHS.items() if part in kernels]
+
+
+def test_a_step_of_decoding_is_not_planned():
+    """For cuDNN each new number of keys takes tens of milliseconds. Addresses and strides as a cache may have them."""
+    for moved, options in ((0, {}), (1, {}), (0, {'window_size': 50})):
+        given = inputs(dtype=BF16, length=301, queries=1, dim=64, value_dim=64, kv_heads=2, **CUDA)
+        given['k'] = torch.nn.functional.pad(given['k'].flatten(), (moved, 0))[moved:].view_as(given['k'])
+        assert kernels_of_pytorch({**given, **options}) == ['flash']
+        check('sdpa', given, **options)
 
 
 MOST = {'plain', 'negative scale', 'scale of 0', 'one head of keys', 'window', 'cached', 'one query'}

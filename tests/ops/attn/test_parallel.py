@@ -233,6 +233,36 @@ def test_explain_says_what_a_backend_says_of_itself(monkeypatch):
     assert explain(parallel_attn, **inputs('g'))['sdpa'].notes == ()
 
 
+@pytest.mark.parametrize('able', ['cudnn flash', 'flash', 'cudnn efficient', ''])
+@pytest.mark.parametrize('options', [{}, {'window_size': 7}], ids=str)
+def test_a_step_of_decoding_is_not_planned(monkeypatch, able, options):
+    """Where PyTorch would take cuDNN, its FlashAttention is called by name, and `explain` says so; here for a GPU that is
+    not there."""
+    monkeypatch.setattr(sdpa, '_on_gpu', lambda q: True)
+    for name in ('cudnn', 'flash', 'efficient'):
+        yes = name in able.split()
+        monkeypatch.setattr(torch.backends.cuda, f'can_use_{name}_attention', lambda *asked, yes=yes: yes, raising=False)
+    called = []
+
+    def flash(q, k, v, *, scale):
+        called.append(k.shape[2])
+        return (torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True),)
+
+    monkeypatch.setattr(torch.ops.aten, '_scaled_dot_product_flash_attention', flash)
+    step = {'dtype': FP32, 'queries': 1, 'kv_heads': 2, 'value_dim': 8}
+    for scale in (None, -0.7):
+        check('sdpa', inputs(**step), scale=scale, **options)
+    seen = min(24, options.get('window_size', 24))
+    planned = able == 'cudnn flash'
+    assert called == ([seen, seen] if planned else [])
+    (note,) = explain(parallel_attn, **inputs(**step), **options)['sdpa'].notes
+    assert ('flash, as cudnn would plan' in note) == planned
+    # several queries, or one key, are PyTorch's to choose for
+    for other in ({'queries': None}, {'queries': 1, 'length': 1}):
+        parallel_attn.bind(backend='sdpa')(**inputs(**{**step, **other}))
+    assert len(called) == (2 if planned else 0)
+
+
 @pytest.mark.parametrize('names', [(), ('g', 'sink_bias')])
 def test_the_default_on_fake_tensors(names):
     """Shapes without a GPU, as compiled code asks for them."""
