@@ -7,8 +7,8 @@ operations where `fla` can be imported, and on its own PyTorch path. They take t
 for a while favours neither; CPU time, so that what other processes do counts little. A step's operation is measured by
 itself too: of a step's decoding it is a small part, and all else is the same code.
 
-Of each process the quickest turn of either and the median of the ratios of turns; of several processes the median, as
-where a process happens to have its memory counts as well.
+Of each process the medians of turns and of their ratios; of several processes the median again, and of ratios the least and
+the largest, as where a process happens to have its memory counts as well.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PHASES = {
     'prefill': 'ms, T = 1024',
     'decode': 'ms a token',
     'training step': 'ms, T = 512',
-    'operation of a step': 'ms, H = 4, K = V = 64',
+    'operation of a step': 'ms, one of 3 layers',
 }
 WIDTH, HEAD_DIM = 256, 64
 STEPS = {'gated_delta_rule': 'torch_recurrent_gated_delta_rule', 'kda': 'recurrent_kimi_delta_attention'}
@@ -51,6 +51,7 @@ def models() -> dict[str, tuple[torch.nn.Module, torch.nn.Module]]:
 
     sys.meta_path.insert(0, WithoutFla)  # type: ignore[arg-type]
     without = of_all()
+    assert 'fla' not in sys.modules
     sys.meta_path.remove(WithoutFla)  # type: ignore[arg-type]
     for name in [name for name in sys.modules if name.split('.')[0] == 'transformers']:
         del sys.modules[name]
@@ -80,35 +81,35 @@ def phases(name: str, model: torch.nn.Module) -> dict[str, tuple[Call, int]]:
         model.zero_grad()
         model(batch, labels=batch).loss.backward()
 
-    operation = MODELS[name][2]
-    # not through `sys.modules`, which may have another copy
-    function = type(model).__init__.__globals__[STEPS[operation]]
-    given, options = step_of(operation)
+    decode()
+    function, args, options = step_of(name, model, decode)
 
     def step() -> None:
         with torch.no_grad():
             for _ in range(calls):
-                function(*given, **options)
+                function(*args, **options)
 
     return dict(zip(PHASES, [(prefill, 1), (decode, steps), (training, 1), (step, calls)], strict=True))
 
 
-def step_of(operation: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """The arguments of a step as the models call it."""
-    generator = torch.Generator().manual_seed(2)
-    shape = (1, 1, 4, HEAD_DIM)
-    options: dict[str, Any] = {
-        'g': -torch.rand(shape if operation == 'kda' else shape[:3], generator=generator),
-        'beta': torch.rand(shape[:3], generator=generator),
-        'initial_state': torch.randn(1, 4, HEAD_DIM, HEAD_DIM, generator=generator),
-        'output_final_state': True,
-        'use_qk_l2norm_in_kernel': True,
-    }
-    return [torch.randn(shape, generator=generator) for _ in range(3)], options
+def step_of(name: str, model: torch.nn.Module, decode: Call) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+    """The function that the model's first layer calls in decoding, and the arguments it calls it with."""
+    # not through `sys.modules`, which may have another copy
+    module, called = type(model).__init__.__globals__, STEPS[MODELS[name][2]]
+    function, found = module[called], []
+
+    def record(*args: Any, **options: Any) -> Any:
+        found.append((args, options))
+        return function(*args, **options)
+
+    module[called] = record
+    decode()
+    module[called] = function
+    return function, *found[0]
 
 
 def in_turns(ours: Call, theirs: Call, turns: int) -> tuple[float, float, float]:
-    """Milliseconds of CPU time of the quickest turn of each, and the median of theirs over ours; the first is not timed."""
+    """Medians of milliseconds of CPU time of each, and of theirs over ours; the first turn is not timed."""
     taken: list[tuple[int, int]] = []
     for turn in range(turns + 1):
         pair = {}
@@ -118,7 +119,7 @@ def in_turns(ours: Call, theirs: Call, turns: int) -> tuple[float, float, float]
             pair[call] = time.process_time_ns() - start
         taken.append((pair[ours], pair[theirs]))
     del taken[0]
-    mine, other = (min(of) / 1e6 for of in zip(*taken, strict=True))
+    mine, other = (median(of) / 1e6 for of in zip(*taken, strict=True))
     return mine, other, median(b / a for a, b in taken)
 
 
@@ -129,8 +130,8 @@ def measure(turns: int) -> dict[str, dict[str, tuple[float, float, float]]]:
         ours, theirs = (phases(name, model) for model in pair)
         for phase in PHASES:
             (mine, times), (other, _) = ours[phase], theirs[phase]
-            quickest, other_quickest, ratio = in_turns(mine, other, turns if times == 1 else 5 * turns)
-            found.setdefault(name, {})[phase] = (quickest / times, other_quickest / times, ratio)
+            taken, other_taken, ratio = in_turns(mine, other, turns if times == 1 else 5 * turns)
+            found.setdefault(name, {})[phase] = (taken / times, other_taken / times, ratio)
     return found
 
 
@@ -145,18 +146,26 @@ def main() -> None:
     arguments = parser(__doc__.splitlines()[0]).parse_args()
     processes, turns = (1, 1) if arguments.quick else (5, 6)
     runs = [child(turns) for _ in range(processes)]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in MODELS:
         for phase, unit in PHASES.items():
-            ours, theirs, faster = (median(run[name][phase][i] for run in runs) for i in range(3))
-            row = {'model': name, 'phase': phase, 'unit': unit, 'fla': ours, 'transformers': theirs, 'faster': faster}
-            rows.append({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
+            *times, ratios = zip(*(run[name][phase] for run in runs), strict=True)
+            fla, transformers = (round(median(of), 4) for of in times)
+            faster = [round(f(ratios), 3) for f in (min, median, max)]
+            rows.append(
+                {'model': name, 'phase': phase, 'unit': unit, 'fla': fla, 'transformers': transformers, 'faster': faster}
+            )
     print(f'{command()}\n{machine()}')
     cells = [
-        [row['model'], row['phase'], row['unit'], f'{row["fla"]:.3f}', f'{row["transformers"]:.3f}', f'{row["faster"]:.2f}x']
+        [
+            *(row[key] for key in ('model', 'phase', 'unit')),
+            *(f'{row[who]:.3f}' for who in ('fla', 'transformers')),
+            ' / '.join(f'{ratio:.2f}x' for ratio in row['faster']),
+        ]
         for row in rows
     ]
-    print(table(['model', 'phase', 'unit', 'fla', 'transformers alone', 'faster'], cells, 'CPU time, one core'))
+    header = ['model', 'phase', 'unit', 'fla', 'transformers alone', 'faster: least / median / most']
+    print(table(header, cells, 'CPU time, one core'))
     where = {**machine(), 'transformers': metadata.version('transformers')}
     write_json(arguments.json, {'benchmark': 'clients', 'command': command(), 'machine': where, 'rows': rows})
 

@@ -202,10 +202,12 @@ def _clients(result: Result) -> str:
     rows = []
     for row in result['rows']:
         times = [f'{row[who]:.0f}' if row[who] >= 100 else f'{row[who]:.3g}' for who in ('fla', 'transformers')]
-        rows.append([f'{row["model"]}: {row["phase"]}', row['unit'], *times, f'{row["faster"]:.2f}x'])
+        faster = ' / '.join(f'{ratio:.2f}x' for ratio in row['faster'])
+        rows.append([f'{row["model"]}: {row["phase"]}', row['unit'], *times, faster])
     return (
-        f'{_origin(result)[:-1]}, transformers {result["machine"]["transformers"]}. `faster` is the median of turns, of '
-        'several processes.\n\n' + table(['', 'unit', 'these operations', "transformers' own path", 'faster'], rows)
+        f'{_origin(result)[:-1]}, transformers {result["machine"]["transformers"]}. `faster` is the least, the '
+        'median and the largest of several processes.\n\n'
+        + table(['', 'unit', 'these operations', "transformers' own path", 'faster'], rows)
     )
 
 

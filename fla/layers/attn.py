@@ -13,10 +13,11 @@ from fla.modules.checks import check_finite, check_int, check_sizes
 from fla.modules.layernorm import RMSNorm
 from fla.modules.rotary import RotaryEmbedding
 from fla.ops.attn import parallel_attn
+from fla.ops.attn.cudnn import takes_cudnn
 from fla.ops.attn.naive import visible
 
-# So many keys more before there is a plan more.
-PLANNED = 256
+# Of masked keys, where cuDNN makes a plan for each number of them.
+KEYS_MULTIPLE = 256
 
 
 class Attention(nn.Module):
@@ -183,21 +184,16 @@ class Attention(nn.Module):
             seen &= place[:, None] > place[:, past:, None] - self.window_size
         # padding sees something, for the softmax of nothing is no number
         seen |= ~kept[:, past:, None]
-        if makes_plans(q):
-            more = -k.shape[1] % PLANNED
-            seen = F.pad(seen, (0, more))
+        mask = seen[:, None]
+        if takes_cudnn(q, k, v, mask) and (more := -k.shape[1] % KEYS_MULTIPLE):
+            # keys that nobody sees, at the cost of a copy, for fewer plans
+            mask = F.pad(mask, (0, more))
             k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (k, v))
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            attn_mask=seen[:, None],
+            attn_mask=mask,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
         return o.transpose(1, 2).masked_fill(~kept[:, past:, None, None], 0.0)
-
-
-def makes_plans(q: torch.Tensor) -> bool:
-    """Whether a mask may go to cuDNN. It makes a plan for each number of keys that it has not seen, 40 ms on an H200 and at
-    each step of decoding: keys that nobody sees make numbers alike. In compiled code shapes are what they are."""
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not torch.compiler.is_compiling()

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from fla.layers import Cache
+from fla.layers import Cache, attn
 from fla.ops.backends import trace
 from tests import bounds
 from tests.layers.test_layers import LAYERS, RECURRENT, bound, error, hidden, make
@@ -234,6 +235,27 @@ def test_padded_attention_is_packed_attention():
         rest = layer(x[:, 4:], attention_mask=mask, past_key_values=cache)[0]
     assert not any(record.function == 'attn.parallel_attn' for record in recorded)
     torch.testing.assert_close(rest, o[:, 4:])
+
+
+@pytest.mark.parametrize(('planned', 'numbers'), [(True, [8, 8, 12, 12]), (False, [7, 8, 9, 10])])
+def test_masked_keys_are_of_few_numbers(monkeypatch, planned, numbers):
+    """Where cuDNN would make a plan for each."""
+    monkeypatch.setattr(attn, 'takes_cudnn', lambda *asked: planned)
+    monkeypatch.setattr(attn, 'KEYS_MULTIPLE', 4)
+    layer, mask, found, attend = make('attn'), torch.tensor([[0] * 2 + [1] * 4]), [], F.scaled_dot_product_attention
+
+    def spy(q, k, v, *, attn_mask, **options):
+        assert attn_mask.shape[-1] == v.shape[2] == k.shape[2]
+        found.append(k.shape[2])
+        return attend(q, k, v, attn_mask=attn_mask, **options)
+
+    with torch.no_grad():
+        cache = layer(hidden(1, 6), attention_mask=mask, use_cache=True)[2]
+        monkeypatch.setattr(F, 'scaled_dot_product_attention', spy)
+        for _ in numbers:
+            mask = torch.cat([mask, torch.ones(1, 1, dtype=torch.long)], 1)
+            layer(hidden(1, 1), attention_mask=mask, past_key_values=cache)
+    assert found == numbers
 
 
 @pytest.mark.parametrize('name', ['attn', 'attn window', 'attn nope'])

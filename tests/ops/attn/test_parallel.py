@@ -7,8 +7,9 @@ from fractions import Fraction
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
-from fla.ops.attn import naive, parallel_attn
+from fla.ops.attn import cudnn, naive, parallel_attn
 from fla.ops.attn.backends import sdpa
 from fla.ops.attn.naive import naive_parallel_attn
 from fla.ops.attn.parallel import parallel_attn as same
@@ -222,7 +223,7 @@ def test_float64_is_not_for_the_kernels():
 
 def test_explain_says_what_a_backend_says_of_itself(monkeypatch):
     """Which of PyTorch's kernels take the call; here for a GPU that is not there."""
-    monkeypatch.setattr(sdpa, '_on_gpu', lambda q: True)
+    monkeypatch.setattr(sdpa, 'has_memory_on_gpu', lambda q: True)
     for able in ({'cudnn', 'flash'}, set()):
         for name in ('cudnn', 'flash', 'efficient'):
             monkeypatch.setattr(
@@ -233,34 +234,73 @@ def test_explain_says_what_a_backend_says_of_itself(monkeypatch):
     assert explain(parallel_attn, **inputs('g'))['sdpa'].notes == ()
 
 
-@pytest.mark.parametrize('able', ['cudnn flash', 'flash', 'cudnn efficient', ''])
+CUDNN, EFFICIENT = SDPBackend.CUDNN_ATTENTION.value, SDPBackend.EFFICIENT_ATTENTION.value
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A GPU that is not there: PyTorch would take that kernel, and can use FlashAttention or not."""
+
+    def make(choice, flash=True):
+        for module in (sdpa, cudnn):
+            monkeypatch.setattr(module, 'has_memory_on_gpu', lambda q: True)
+        monkeypatch.setattr(torch, '_fused_sdp_choice', lambda *asked, **options: choice)
+        for name in ('cudnn', 'flash', 'efficient'):
+            yes = flash or name == 'cudnn'
+            monkeypatch.setattr(torch.backends.cuda, f'can_use_{name}_attention', lambda *asked, yes=yes: yes, raising=False)
+        called = []
+
+        def attend(q, k, v, scale):
+            called.append(k.shape[1])
+            return sdpa._attend(q, k, v, scale=scale, enable_gqa=True)[0]
+
+        monkeypatch.setattr(sdpa, '_flash', attend)
+        return called
+
+    return make
+
+
+STEP = {'dtype': FP32, 'queries': 1, 'kv_heads': 2, 'value_dim': 8}
+
+
+@pytest.mark.parametrize(('choice', 'flash'), [(CUDNN, True), (CUDNN, False), (EFFICIENT, True)])
 @pytest.mark.parametrize('options', [{}, {'window_size': 7}], ids=str)
-def test_a_step_of_decoding_is_not_planned(monkeypatch, able, options):
-    """Where PyTorch would take cuDNN, its FlashAttention is called by name, and `explain` says so; here for a GPU that is
-    not there."""
-    monkeypatch.setattr(sdpa, '_on_gpu', lambda q: True)
-    for name in ('cudnn', 'flash', 'efficient'):
-        yes = name in able.split()
-        monkeypatch.setattr(torch.backends.cuda, f'can_use_{name}_attention', lambda *asked, yes=yes: yes, raising=False)
-    called = []
-
-    def flash(q, k, v, *, scale):
-        called.append(k.shape[2])
-        return (torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True),)
-
-    monkeypatch.setattr(torch.ops.aten, '_scaled_dot_product_flash_attention', flash)
-    step = {'dtype': FP32, 'queries': 1, 'kv_heads': 2, 'value_dim': 8}
+def test_a_step_of_decoding_keeps_from_cudnn(on_gpu, choice, flash, options):
+    """If PyTorch would take it, and FlashAttention can serve; `explain` says so."""
+    called = on_gpu(choice, flash)
     for scale in (None, -0.7):
-        check('sdpa', inputs(**step), scale=scale, **options)
-    seen = min(24, options.get('window_size', 24))
-    planned = able == 'cudnn flash'
-    assert called == ([seen, seen] if planned else [])
-    (note,) = explain(parallel_attn, **inputs(**step), **options)['sdpa'].notes
-    assert ('flash, as cudnn would plan' in note) == planned
-    # several queries, or one key, are PyTorch's to choose for
-    for other in ({'queries': None}, {'queries': 1, 'length': 1}):
-        parallel_attn.bind(backend='sdpa')(**inputs(**{**step, **other}))
-    assert len(called) == (2 if planned else 0)
+        check('sdpa', inputs(**STEP), scale=scale, **options)
+    seen, kept = min(24, options.get('window_size', 24)), choice == CUDNN and flash
+    assert called == ([seen, seen] if kept else [])
+    (note,) = explain(parallel_attn, **inputs(**STEP), **options)['sdpa'].notes
+    assert note.startswith('FlashAttention of PyTorch') == kept
+
+
+@pytest.mark.parametrize('other', [{'queries': None}, {'length': 1}, {'batch': 0}], ids=str)
+def test_what_pytorch_chooses_for(on_gpu, other):
+    """Several queries, one key, no rows."""
+    called = on_gpu(CUDNN)
+    parallel_attn.bind(backend='sdpa')(**inputs(**STEP | other))
+    assert not called
+
+
+@pytest.mark.parametrize('how', ['compiled', 'vmap', 'grad'])
+def test_where_nobody_can_say_what_pytorch_chooses(on_gpu, how):
+    called = on_gpu(CUDNN)
+    given = inputs(**STEP)
+    call = parallel_attn.bind(backend='sdpa')
+    right = call(**given)
+    assert called == [24]
+    if how == 'compiled':
+        torch._dynamo.reset()
+        o = torch.compile(lambda given: call(**given), backend='eager', fullgraph=True)(given)
+    elif how == 'vmap':
+        o = torch.func.vmap(lambda *qkv: call(*qkv))(*(x[None] for x in given.values()))[0]
+    else:
+        o = torch.func.grad_and_value(lambda s: call(s * given['q'], given['k'], given['v']).sum())(torch.tensor(1.0))[1]
+        right = right.sum()
+    torch.testing.assert_close(o, right)
+    assert called == [24]
 
 
 @pytest.mark.parametrize('names', [(), ('g', 'sink_bias')])

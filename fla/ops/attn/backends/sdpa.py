@@ -12,9 +12,9 @@ from torch.autograd import forward_ad
 from torch.backends import cuda
 
 from fla.ops.attn.backends.scale import above_zero
+from fla.ops.attn.cudnn import has_memory_on_gpu, takes_cudnn
 from fla.ops.attn.naive import lengths_of, one_by_one, visible
 from fla.ops.backends import BaseBackend, Verdict
-from fla.ops.backends.tensors import in_func_transform
 from fla.ops.common.reference import outside_autocast, without_autocast
 from fla.ops.common.vendor import in_pieces
 
@@ -26,7 +26,7 @@ class SDPABackend(BaseBackend):
     kernels look at every key: on a GPU the Triton default, which skips what nobody sees, is preferred there, and where none
     but PyTorch's `math` would serve, which keeps all scores. Packed sequences whose lengths are on the CPU, outside of
     compiled code, need no mask: they come one after the other. Plain causal attention and decoding are PyTorch's. Which
-    kernel that is, is PyTorch's choice, but for decoding (`_step`): `explain` notes those that take the call.
+    kernel that is, is PyTorch's choice, but that decoding keeps from cuDNN: `explain` notes those that take the call.
     """
 
     backend_type = 'sdpa'
@@ -86,9 +86,9 @@ class SDPABackend(BaseBackend):
             causal = True
         elif window_size is not None or cu_seqlens is not None or q.shape[1] != 1:
             seen = visible(q, k, window_size, cu_seqlens)
-        if q.shape[1] == 1 and seen is None and not causal and _flash_alone(q, k, v):
+        if q.shape[1] == 1 and seen is None and not causal and _prefers_flash(q, k, v):
             with without_autocast(q.device):
-                return _step(q, k, v, scale)
+                return _flash(q, k, v, scale)
         attend = partial(_attend, attn_mask=seen, is_causal=causal, scale=scale, enable_gqa=grouped)
         if not q.is_cuda and q.shape[3] != v.shape[3]:
             # of PyTorch's `math`, the backward is products too
@@ -102,49 +102,40 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
     return (o.transpose(1, 2).contiguous(),)
 
 
-def _step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """One query, by FlashAttention of PyTorch. PyTorch would take cuDNN, which makes a plan for each number of keys that it
-    has not seen: 40 ms on an H200, at every step of decoding. To forbid a kernel is a setting of the whole process."""
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """PyTorch's FlashAttention by name, for one query, which sees all keys."""
     queries, keys, values = (in_pieces(x).transpose(1, 2) for x in (q, k, v))
     o: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(queries, keys, values, scale=scale)[0]
     return o.transpose(1, 2).contiguous()
 
 
-def _flash_alone(q: Any, k: Any, v: Any) -> bool:
-    """Whether `_step` serves a call of one query; in compiled code PyTorch chooses."""
-    if torch.compiler.is_compiling() or not _on_gpu(q) or in_func_transform():
-        return False
-    able = _able(q, k, v, masked=False)
-    return 'cudnn' in able and 'flash' in able
+def _prefers_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether one query goes to FlashAttention, because PyTorch would take cuDNN. Without a row neither is launched."""
+    return bool(q.shape[0]) and takes_cudnn(q, k, v) and cuda.can_use_flash_attention(_form_of(q, k, v))
 
 
 def notes_of(q: Any, k: Any, v: Any, window_size: int | None, cu_seqlens: torch.Tensor | None) -> Sequence[str]:
     """Which of PyTorch's kernels take a call on this GPU, as far as PyTorch says without running it."""
-    if not _on_gpu(q):
+    if not has_memory_on_gpu(q):
         return ()
-    masked = cu_seqlens is not None or (q.shape[1] != 1 and (window_size is not None or q.shape[1] != k.shape[1]))
     seen = k.shape[1] if window_size is None else min(window_size, k.shape[1])
-    if q.shape[1] == 1 and seen != 1 and not masked and _flash_alone(q, k, v):
-        return ("PyTorch's kernel flash, as cudnn would plan for each number of keys",)
-    able = _able(q, k, v, masked)
-    return (f'PyTorch takes one of its kernels {", ".join(able)}' if able else "PyTorch takes its kernel 'math'",)
-
-
-def _able(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masked: bool) -> list[str]:
-    """PyTorch's kernels that take such a call."""
-    # only its form is looked at, and a row has that
-    mask = q.new_empty(k.shape[1], dtype=torch.bool).expand(q.shape[1], -1) if masked else None
-    queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-    causal = not masked and q.shape[1] == k.shape[1]
-    call = cuda.SDPAParams(queries, keys, values, mask, 0.0, causal, q.shape[2] != k.shape[2])
+    if q.shape[1] == 1 and seen != 1 and cu_seqlens is None and _prefers_flash(q, k, v):
+        return ('FlashAttention of PyTorch, whose choice would make a plan for each new number of keys',)
+    masked = cu_seqlens is not None or (q.shape[1] != 1 and (window_size is not None or q.shape[1] != k.shape[1]))
     asked = {
         'cudnn': getattr(cuda, 'can_use_cudnn_attention', None),
         'flash': cuda.can_use_flash_attention,
         'efficient': cuda.can_use_efficient_attention,
     }
-    return [name for name, question in asked.items() if question is not None and question(call, False)]
+    call = _form_of(q, k, v, masked)
+    able = [name for name, question in asked.items() if question is not None and question(call, False)]
+    return (f'PyTorch takes one of its kernels {", ".join(able)}' if able else "PyTorch takes its kernel 'math'",)
 
 
-def _on_gpu(q: Any) -> bool:
-    """Whether q is a tensor of which PyTorch can be asked: it has memory on a GPU."""
-    return type(q) in (torch.Tensor, torch.nn.Parameter) and bool(q.is_cuda)
+def _form_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masked: bool = False) -> cuda.SDPAParams:
+    """What PyTorch's questions are about."""
+    # only its form is looked at, and a row has that
+    mask = q.new_empty(k.shape[1], dtype=torch.bool).expand(q.shape[1], -1) if masked else None
+    queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+    causal = not masked and q.shape[1] == k.shape[1]
+    return cuda.SDPAParams(queries, keys, values, mask, 0.0, causal, q.shape[2] != k.shape[2])
