@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 from fla.layers.cache import Cache, check_cache, check_rows, check_state
 from fla.layers.checks import check_hidden
 from fla.layers.padding import Packing, may_pack
-from fla.modules.checks import check_finite, check_int, check_sizes
+from fla.modules.checks import check_eps, check_finite, check_int, check_sizes
 from fla.modules.layernorm import RMSNorm
 from fla.modules.rotary import RotaryEmbedding
 from fla.ops.attn import parallel_attn
@@ -71,6 +72,7 @@ class Attention(nn.Module):
             raise ValueError(f'hidden_size = {hidden_size} must be a multiple of num_heads, got {num_heads}: pass head_dim')
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         check_sizes(head_dim=self.head_dim)
+        check_eps(norm_eps, 'norm_eps')
         if rope_theta is not None:
             check_finite('rope_theta', rope_theta)
             if not rope_theta > 0:
@@ -189,11 +191,12 @@ class Attention(nn.Module):
             # keys that nobody sees, at the cost of a copy, for fewer plans
             mask = F.pad(mask, (0, more))
             k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (k, v))
-        o = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        )
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = self.num_heads != self.num_kv_heads
+        if forward_ad._current_level >= 0:
+            # the only one of PyTorch's kernels with a forward-mode derivative; it adds its mask
+            added = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+            o: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, added, enable_gqa=grouped)[0]
+        else:
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
         return o.transpose(1, 2).masked_fill(~kept[:, past:, None, None], 0.0)

@@ -66,7 +66,7 @@ class Cache:
 
     def __len__(self) -> int:
         """How many layers have a state."""
-        return len(self.layers)
+        return sum(1 for state in self.layers.values() if state.tensors())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many steps a layer has seen."""

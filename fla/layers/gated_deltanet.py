@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fla.layers.delta import DeltaLayer
+from fla.modules.checks import check_eps
 from fla.modules.fused_norm_gate import FusedRMSNormGated
 from fla.modules.layernorm import RMSNorm
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -71,6 +72,7 @@ class GatedDeltaNet(DeltaLayer):
             layer_idx,
             biases_of_head=1,
         )
+        check_eps(norm_eps, 'norm_eps')
         self.use_gate = use_gate
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         if use_gate:

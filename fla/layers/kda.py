@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fla.layers.delta import DeltaLayer
+from fla.modules.checks import check_eps
 from fla.modules.fused_norm_gate import FusedRMSNormGated
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
@@ -70,6 +71,7 @@ class KimiDeltaAttention(DeltaLayer):
             layer_idx,
             biases_of_head=head_dim,
         )
+        check_eps(norm_eps, 'norm_eps')
         gates = self.num_v_heads * self.head_k_dim
         self.f_proj = nn.Sequential(
             nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, gates, bias=False)

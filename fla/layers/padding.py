@@ -5,16 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
 def may_wait(x: torch.Tensor) -> bool:
     """Whether the host can read what x's device computes: not in compiled code, nor in a CUDA graph capture, nor where x has
     no data, or those of all samples of a vmap."""
-    if torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor) or is_batchedtensor(x):
+    if torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor) or _has_samples(x):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _has_samples(x: torch.Tensor) -> bool:
+    """Whether a vmap is around it, at any level."""
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
 
 
 def may_pack(x: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fla.ops.backends import check_tensors
-from fla.ops.common.checks import FLOATS, check_dense, check_given, is_number
+from fla.ops.common.checks import FLOATS, check_64_bits, check_dense, check_given, is_number
 from fla.ops.common.reference import autocast_is_on
 from fla.ops.common.triton_call import require_triton
 
@@ -81,6 +81,7 @@ def check_finite(name: str, value: Any) -> None:
     """A number that is neither infinite nor NaN."""
     if not is_number(value):
         raise TypeError(f'{name} must be a number, got {type(value).__name__}')
+    check_64_bits(name, value)
     if not -math.inf < value < math.inf:
         raise ValueError(f'{name} must be finite, got {value}')
 
@@ -89,13 +90,14 @@ def check_int(name: str, value: object) -> None:
     """A whole number, and not one as a float or bool."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f'{name} must be an int, got {type(value).__name__}')
+    check_64_bits(name, value)
 
 
-def check_eps(eps: float) -> None:
+def check_eps(eps: float, name: str = 'eps') -> None:
     """A small number that is added under a square root."""
-    check_finite('eps', eps)
+    check_finite(name, eps)
     if not eps >= 0:
-        raise ValueError(f'eps must be at least 0, got {eps}')
+        raise ValueError(f'{name} must be at least 0, got {eps}')
 
 
 def check_sizes(**sizes: object) -> None:

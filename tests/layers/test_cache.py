@@ -237,6 +237,15 @@ def test_padded_attention_is_packed_attention():
     torch.testing.assert_close(rest, o[:, 4:])
 
 
+def test_a_refused_call_leaves_no_state():
+    cache = Cache()
+    with pytest.raises(ValueError, match='attention_mask'):
+        make('attn')(hidden(1, 4), attention_mask=torch.ones(1, 6), past_key_values=cache)
+    assert (len(cache), cache.get_seq_length()) == (0, 0)
+    assert cache[5].length == 0
+    assert len(cache) == 0
+
+
 @pytest.mark.parametrize(('planned', 'numbers'), [(True, [8, 8, 12, 12]), (False, [7, 8, 9, 10])])
 def test_masked_keys_are_of_few_numbers(monkeypatch, planned, numbers):
     """Where cuDNN would make a plan for each."""

@@ -291,12 +291,21 @@ def test_padding_does_not_reach_gradients(padded):
         assert x.grad[0, 2:].any()
 
 
-@pytest.mark.parametrize('name', ['gdn', 'kda', 'attn'])
+def gradients_of(call, layer, x):
+    """By `call`, which is the layer or compiled from it."""
+    x = x.detach().requires_grad_()
+    o = call(x)[0]
+    return torch.autograd.grad((o * torch.linspace(-1, 1, o.numel()).view_as(o)).sum(), [x, *layer.parameters()])
+
+
+@pytest.mark.parametrize('name', LAYERS)
 def test_compile_and_autocast(name):
     layer, x = make(name, torch.float32), hidden(2, 20, dtype=torch.float32)
     expected = layer(x)[0]
     compiled = torch.compile(layer, fullgraph=True, backend='aot_eager')
     assert error(expected, compiled(x)[0]) < bounds.of_compiled(bounds.of_layer(torch.float32))
+    for one, other in zip(gradients_of(layer, layer, x), gradients_of(compiled, layer, x), strict=True):
+        assert error(one, other) < bounds.of_compiled(bounds.of_gradient(bounds.of_layer(torch.float32)))
     with torch.autocast('cpu', torch.bfloat16):
         o = layer(x)[0]
     assert o.dtype == torch.bfloat16
@@ -419,6 +428,36 @@ def test_padded_samples_of_a_vmap(name):
         for out, row, steps in zip(sample, rows, kept, strict=True):
             assert not out[~steps].any()
             assert error(oracle(name, layer, row[steps][None])[0], out[steps]) < bound(name)
+
+
+@pytest.mark.parametrize('name', ['gdn', 'kda', 'attn'])
+@pytest.mark.filterwarnings('ignore:There is a performance drop', 'ignore:torch.searchsorted')
+def test_gradients_of_padded_samples(name):
+    """Of each sample by itself, by a grad inside a vmap."""
+    layer = make(name)
+    x, mask = torch.stack([hidden(3, 9), hidden(3, 9, seed=2)]), torch.stack([PADDED, PADDED.flip(1)])
+
+    def loss(x, mask):
+        return layer(x, attention_mask=mask)[0].square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss))(x, mask)
+    for got, *sample in zip(found, x, mask, strict=True):
+        assert error(torch.func.grad(loss)(*sample), got) < bound(name)
+
+
+@pytest.mark.parametrize('name', ['attn', 'attn window'])
+def test_forward_mode_of_a_mask_after_cached_steps(name):
+    layer, x, mask = make(name), hidden(2, 6), torch.ones(2, 6)
+    mask[0, 0] = 0
+
+    def pieces(x):
+        cache = layer(x[:, :4], attention_mask=mask[:, :4], use_cache=True)[2]
+        return layer(x[:, 4:], attention_mask=mask, past_key_values=cache)[0]
+
+    tangent = hidden(2, 6, seed=3)
+    _, found = torch.func.jvp(pieces, (x,), (tangent,))
+    _, right = torch.func.jvp(lambda x: layer(x, attention_mask=mask)[0][:, 4:], (x,), (tangent,))
+    assert error(right, found) < bound(name)
 
 
 @pytest.mark.parametrize('name', ['gdn', 'kda conv bias'])
@@ -556,6 +595,10 @@ def test_layers_of_a_model_share_a_cache():
         (lambda gdn, attn, x: Attention(12, 3, rope_theta=0.0), ValueError, 'rope_theta must be above 0'),
         (lambda gdn, attn, x: Attention(12, 3, rope_theta=math.inf), ValueError, 'rope_theta must be finite'),
         (lambda gdn, attn, x: Attention(12, 3, rope_theta='1'), TypeError, 'rope_theta must be a number, got str'),
+        (lambda gdn, attn, x: Attention(12, 3, rope_theta=10**400), ValueError, 'rope_theta must be within 64 bits'),
+        (lambda gdn, attn, x: Attention(12, 3, norm_eps='1'), TypeError, 'norm_eps must be a number, got str'),
+        (lambda gdn, attn, x: GatedDeltaNet(12, norm_eps=-1.0), ValueError, 'norm_eps must be at least 0, got -1.0'),
+        (lambda gdn, attn, x: KimiDeltaAttention(12, norm_eps=None), TypeError, 'norm_eps must be a number'),
         (lambda gdn, attn, x: Attention(12, 3, window_size=0), ValueError, 'window_size must be at least 1, got 0'),
         (lambda gdn, attn, x: Attention(12, 3, window_size=True), TypeError, 'window_size must be an int, got bool'),
         (lambda gdn, attn, x: GatedDeltaNet(0), ValueError, 'hidden_size must be at least 1, got 0'),

@@ -192,6 +192,7 @@ def test_classes():
         (lambda x: l2norm(torch.tensor(1.0)), ValueError, r'x must be \[..., D\]'),
         (lambda x: l2norm(x, eps=-1.0), ValueError, 'eps must be'),
         (lambda x: rms_norm(x, None, eps=math.inf), ValueError, 'eps must be finite, got inf'),
+        (lambda x: rms_norm(x, None, eps=10**400), ValueError, 'eps must be within 64 bits'),
         (lambda x: rms_norm(x, None, eps='0'), TypeError, 'eps must be a number, got str'),
         (lambda x: group_norm(x, None, num_groups=2.0), TypeError, 'num_groups must be an int, got float'),
         (lambda x: GroupNorm(True, 4), TypeError, 'num_groups must be an int, got bool'),

@@ -135,6 +135,30 @@ def test_recurrent_gates_of_channels(extra, lens, with_g):
         torch.testing.assert_close(final[n], state)
 
 
+@pytest.mark.parametrize('how', ['compiled', 'vmap', 'meta'])
+def test_gates_of_values_where_lengths_cannot_be_read(how):
+    """Step by step for all sequences, empty ones among them, as with lengths that the host has."""
+    given = case(fused_recurrent_gated_delta_rule, lens=[0, 4, 0, 1], HV=2, K=4, V=3, dtype=FP64)
+    leaves = {name: x.requires_grad_() for name, x in given.tensors.items()}
+    leaves['gv'] = (-torch.rand(*given.tensors['g'].shape, 3, dtype=FP64)).requires_grad_()
+
+    def call(lens, tensors=leaves):
+        return fused_recurrent_gated_delta_rule(**tensors, output_final_state=True, cu_seqlens=lens)
+
+    right = call(given.cu_seqlens)
+    if how == 'meta':
+        found = call(given.cu_seqlens.to('meta'), {name: x.to('meta') for name, x in leaves.items()})
+        assert [(x.shape, x.dtype, x.is_meta) for x in found] == [(x.shape, x.dtype, True) for x in right]
+        return
+    if how == 'vmap':
+        found = tuple(x[0] for x in torch.vmap(call)(given.cu_seqlens[None]))
+    else:
+        found = torch.compile(call, backend='eager', fullgraph=True)(given.cu_seqlens)
+    torch.testing.assert_close(found, right)
+    gradients = [torch.autograd.grad(sum(x.square().sum() for x in pair), [*leaves.values()]) for pair in (found, right)]
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize('T', [1, 20])
 def test_recurrent_without_gate_and_beta(T):
     given = case(fused_recurrent_gated_delta_rule, T=T, dtype=FP64)

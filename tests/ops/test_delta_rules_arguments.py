@@ -296,6 +296,11 @@ BAD_KDA = {
     'lower_bound is infinite': (lambda x: {**RAW, 'lower_bound': -float('inf')}, ValueError, 'lower_bound'),
     'lower_bound is NaN': (lambda x: {**RAW, 'lower_bound': float('nan')}, ValueError, 'lower_bound'),
     'lower_bound is a string': (lambda x: {**RAW, 'lower_bound': '-5'}, TypeError, 'lower_bound'),
+    'A_log is nested': (
+        lambda x: {**RAW, 'lower_bound': -5.0, 'A_log': torch.nested.nested_tensor([torch.zeros(1)] * 3)},
+        TypeError,
+        "argument 'A_log' must be a dense tensor",
+    ),
     'lower_bound without raw gates': (lambda x: {'lower_bound': -5.0}, ValueError, 'lower_bound.*use_gate_in_kernel'),
     'dt_bias is wide': (lambda x: {**RAW, 'lower_bound': -5.0, 'dt_bias': torch.zeros(8).double()}, TypeError, 'dt_bias'),
     'dt_bias of a value a head': (

@@ -10,6 +10,7 @@ from fla.ops.backends import check_tensors
 from fla.ops.common.checks import (
     FLOATS,
     MAX_HEAD_DIM,
+    check_64_bits,
     check_chunk_indices,
     check_companion,
     check_cu_seqlens,
@@ -112,5 +113,6 @@ def check_window(window_size: int | None) -> None:
         return
     if isinstance(window_size, bool) or not isinstance(window_size, (int, torch.SymInt)):
         raise TypeError(f'window_size must be a whole number or None, got {type(window_size).__name__}')
+    check_64_bits('window_size', window_size)
     if window_size < 1:
         raise ValueError(f'window_size must be at least 1 (each step sees itself), got {window_size}')

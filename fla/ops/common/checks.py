@@ -85,6 +85,13 @@ def check_scale(scale: object) -> None:
     """A number, or None for 1 / sqrt(K)."""
     if scale is not None and not is_number(scale):
         raise TypeError(f'scale must be a number or None, got {type(scale).__name__}')
+    check_64_bits('scale', scale)
+
+
+def check_64_bits(name: str, value: object) -> None:
+    """A whole number that PyTorch can take."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f'{name} must be within 64 bits, got a number of {value.bit_length()}')
 
 
 def check_given(**tensors: torch.Tensor | None) -> None:
@@ -241,6 +248,8 @@ def check_gate_parameters(
     if A_log is None and lower_bound is None:
         also = ' (or lower_bound)' if per_channel else ''
         raise ValueError(f'use_gate_in_kernel=True needs A_log [HV] = [{heads}]{also}')
+    check_dense('A_log', A_log)
+    check_dense('dt_bias', dt_bias)
     if A_log is not None:
         if A_log.numel() != heads:
             raise ValueError(f'A_log must have HV = {heads} elements, got shape {list(A_log.shape)}')
@@ -271,7 +280,7 @@ def check_plain_gates(
 
 def check_lower_bound(safe_gate: bool, use_gate_in_kernel: bool, lower_bound: float | None) -> None:
     """`safe_gate` promises g ≥ −5 a step: with raw gates that needs `lower_bound` in [−5, 0)."""
-    if lower_bound is not None and not isinstance(lower_bound, (int, float)):
+    if lower_bound is not None and not is_number(lower_bound):
         raise TypeError(f'lower_bound must be a number, got {type(lower_bound).__name__}')
     if lower_bound is not None and not -math.inf < lower_bound < 0:
         raise ValueError(f'lower_bound must be negative and finite (usually -5), got {lower_bound}')

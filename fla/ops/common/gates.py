@@ -6,7 +6,6 @@ Decays are natural logarithms, at most 0. The functions keep the precision of wh
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 L2_EPS = 1e-6
 
@@ -41,8 +40,9 @@ def kda_gate(
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + e^x) without overflow and without losing small values: `F.softplus` is linear above 20, off by e^-20."""
-    return F.softplus(x, threshold=20.0) if x.dtype != torch.float64 else torch.logaddexp(x, torch.zeros_like(x))
+    """log(1 + e^x) without overflow and without losing small values: `F.softplus` is linear above 20, off by e^-20, and its
+    backward has other strides than PyTorch says when it compiles."""
+    return torch.logaddexp(x, torch.zeros_like(x))
 
 
 def l2norm(x: torch.Tensor, eps: float = L2_EPS) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from fla.ops.backends.tensors import in_func_transform
+from fla.ops.common.checks import readable
 from fla.ops.common.chunked import BLOCK, CHUNK, chunked_delta_rule, in_chunks, plain_int
 from fla.ops.common.gates import wide
 
@@ -247,7 +248,9 @@ def _steps(
     state: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
 ) -> Pair:
-    """Step by step, for decays of value channels, which have no chunked form. Reads `cu_seqlens` on the host."""
+    """Step by step, for decays of value channels, which have no chunked form."""
+    if cu_seqlens is not None and not readable(cu_seqlens):
+        return _packed_steps(q, k, v, g, gv, beta, state, cu_seqlens)
     if cu_seqlens is not None:
         ends = cu_seqlens.tolist()
         if len(ends) == 1:
@@ -264,6 +267,33 @@ def _steps(
         o, state = _step(q[:, :, now], k[:, :, now], v[:, :, now], g[:, :, now], beta[:, :, now], state)
         outs.append(o)
     return (torch.cat(outs, 2), state) if outs else (v.clone(), state.clone())
+
+
+def _packed_steps(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    gv: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> Pair:
+    """`_steps` of packed sequences whose lengths the host cannot read: the states `[N, H, K, V]` of all, at each step."""
+    if state.shape[0] == 0 or q.shape[2] == 0:
+        return v.clone(), state.clone()
+    starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    outs, number = [], torch.arange(state.shape[0], device=q.device)
+    for t in range(q.shape[2]):
+        now = slice(t, t + 1)
+        inside = ((starts <= t) & (t < ends)).view(-1, 1, 1, 1)
+        # the one that has this step; it goes on alone, and what is in no other reaches it
+        mine = (number * inside.flatten()).sum()[None]
+        one = state.index_select(0, mine) * gv[:, :, now].exp()
+        o, one = _step(q[:, :, now], k[:, :, now], v[:, :, now], g[:, :, now], beta[:, :, now], one)
+        state = torch.where(inside, one, state)
+        outs.append(o)
+    return torch.cat(outs, 2), state
 
 
 def _equal(

@@ -479,6 +479,8 @@ def test_the_second_derivatives_of_pytorch_s_attention_are_refused():
         ({'scale': torch.inf}, ValueError, 'scale must be finite, got inf'),
         ({'scale': -torch.inf}, ValueError, 'scale must be finite, got -inf'),
         ({'window_size': 2.0}, TypeError, 'window_size must be a whole number or None, got float'),
+        ({'scale': 2**70}, ValueError, 'scale must be within 64 bits'),
+        ({'window_size': 2**63}, ValueError, 'window_size must be within 64 bits'),
         ({'window_size': 0}, ValueError, 'window_size must be at least 1'),
         ({'g': torch.zeros(2, 24, 2).double()}, ValueError, r'g must be \[B, T, HQ\]'),
         ({'g': torch.zeros(2, 24, 4).bfloat16()}, TypeError, 'g must be'),

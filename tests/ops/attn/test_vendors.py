@@ -89,7 +89,7 @@ def test_accepted_on_its_gpu(monkeypatch, tmp_path, name):
         with torch.no_grad():
             decision = explain(parallel_attn, **fakes(given(dtype=dtype, dim=64, value_dim=64, batch=1)), window_size=5)
         assert decision.winner == name
-        assert decision[name].notes[0].startswith('unverified')
+        assert any(note.startswith('unverified') for note in decision[name].notes) != BACKENDS[name].verified
 
 
 @pytest.mark.parametrize('name', BACKENDS)

@@ -28,7 +28,6 @@ class FlashInferBackend(BaseBackend):
     traceable = False
     priority = 5
     default_enable = False
-    verified = False
     needs = ('flashinfer:single_prefill_with_kv_cache',)
 
     def probe(self, device: Device) -> Verdict:
