@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +28,21 @@ def said(error: Exception) -> str:
     return ' '.join(text.split())[:300]
 
 
-def machine(dry: bool = False) -> dict[str, Any]:
-    """The card and what runs on it."""
+def machine(dry: bool = False, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """The card and what runs on it, of these distributions what is installed."""
     try:
         import triton
 
         version = triton.__version__
     except ImportError:
         version = None
+    versions = {'torch': torch.__version__, 'triton': version, 'python': platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {
         'card': 'CPU' if dry else torch.cuda.get_device_name(),
-        'versions': {'torch': torch.__version__, 'triton': version, 'python': platform.python_version()},
+        'versions': versions,
         'cores': os.cpu_count(),
     }
 

@@ -222,7 +222,8 @@ def main() -> None:
     ours = (AttentionTileLang, TorchVarlenBackend)
     able = {one.backend_type for one in vendors + ours if one.is_available()[0]}
     backends = [one for one in options.backend or BACKENDS if one in ('sdpa', 'default') or one in able]
-    results = ResultFile(options.json, 'attention', **machine(), command=command('attention', options, 'case', 'backend'))
+    about = machine(packages=('flash-attn', 'flash-attn-3', 'flashinfer-python', 'xformers', 'tilelang'))
+    results = ResultFile(options.json, 'attention', **about, command=command('attention', options, 'case', 'backend'))
     for row in rows(options.case or list(CASES), backends):
         results.add(row)
     results.complete()

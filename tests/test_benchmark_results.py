@@ -87,6 +87,8 @@ def test_the_machine(results):
     found = results.machine(dry=True)
     assert found['card'] == 'CPU'
     assert {'torch', 'triton', 'python'} == found['versions'].keys()
+    more = results.machine(dry=True, packages=('pytest', 'of-nobody'))['versions']
+    assert more == {**found['versions'], 'pytest': pytest.__version__}
 
 
 def test_the_version_of_a_peer(monkeypatch, tmp_path):
