@@ -42,7 +42,7 @@ def kda_gate(
 def softplus(x: torch.Tensor) -> torch.Tensor:
     """log(1 + e^x) without overflow and without losing small values: `F.softplus` is linear above 20, off by e^-20, and its
     backward has other strides than PyTorch says when it compiles."""
-    return torch.logaddexp(x, torch.zeros_like(x))
+    return torch.logaddexp(x, x.new_zeros(()))
 
 
 def l2norm(x: torch.Tensor, eps: float = L2_EPS) -> torch.Tensor:
