@@ -14,15 +14,15 @@ FLA = 'flash-linear-attention'
 
 
 def version_of(folder: Path) -> str:
-    """Of the unpacked distribution."""
-    (metadata,) = folder.glob('fla_core-*.dist-info')
-    return metadata.name.removeprefix('fla_core-').removesuffix('.dist-info')
+    """Of the unpacked distribution; 'unknown' for a folder that says none."""
+    found = [path.name.removeprefix('fla_core-').removesuffix('.dist-info') for path in folder.glob('fla_core-*.dist-info')]
+    return found[0] if found else 'unknown'
 
 
 def fla_rows(script: str, arguments: list[str], folder: Path) -> Iterator[dict[str, Any]]:
-    """What the same script prints there, a JSON object a line, after `--lines`. FLA's own Triton kernels: a vendor's package
-    that is installed would serve in its name."""
-    environment = {**os.environ, 'PYTHONPATH': _path_with(folder), 'FLA_DISABLE_BACKEND_DISPATCH': '1'}
+    """What the same script prints there, a JSON object a line, after `--lines`. FLA's own Triton kernels, unless
+    the environment says otherwise: a vendor's package that is installed would serve in its name."""
+    environment = {'FLA_DISABLE_BACKEND_DISPATCH': '1', **os.environ, 'PYTHONPATH': _path_with(folder)}
     again = [sys.executable, script, '--lines', *arguments]
     with subprocess.Popen(again, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _fla_process import FLA, version_of
 
 _ROOT = Path(__file__).resolve().parents[1]
 # what is one for all parts of a run
@@ -28,8 +29,8 @@ def said(error: Exception) -> str:
     return ' '.join(text.split())[:300]
 
 
-def machine(dry: bool = False, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """The card and what runs on it, of these distributions what is installed."""
+def machine(dry: bool = False, packages: Sequence[str] = (), fla: Path | None = None) -> dict[str, Any]:
+    """The card and what runs on it: of these distributions what is installed, and flash-linear-attention in its folder."""
     try:
         import triton
 
@@ -40,6 +41,8 @@ def machine(dry: bool = False, packages: Sequence[str] = ()) -> dict[str, Any]:
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
+    if fla:
+        versions[FLA] = version_of(fla)
     return {
         'card': 'CPU' if dry else torch.cuda.get_device_name(),
         'versions': versions,

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from _delta_rule_inputs import NAMES, definition, inputs, relative
-from _fla_process import FLA, fla_rows, version_of
+from _fla_process import FLA, fla_rows
 from _results import ResultFile, command, machine
 
 OPS = ('gated_delta_rule', 'kda')
@@ -71,9 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         for row in rows(FLA, ops):
             print(json.dumps(row), flush=True)
         return
-    about = machine(dry=True)
-    if options.fla:
-        about['versions'][FLA] = version_of(options.fla)
+    about = machine(dry=True, fla=options.fla)
     results = ResultFile(
         options.json,
         'accuracy',

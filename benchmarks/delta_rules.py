@@ -227,9 +227,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         print('These kernels need a GPU: nothing is measured here.')
         return
-    results = ResultFile(
-        options.json, 'delta_rules', **machine(), command=command('delta_rules', options, 'op', 'backend', 'shape', 'kind')
-    )
+    about = machine(packages=('flash-qla', 'tokenspeed-flashkda', 'tilelang'), fla=options.fla)
+    words = command('delta_rules', options, 'op', 'backend', 'shape', 'kind')
+    results = ResultFile(options.json, 'delta_rules', **about, command=words)
 
     def add(row: dict[str, Any]) -> None:
         results.add(row, instead=bool(results.rows) and is_more_of(row, results.rows[-1]))

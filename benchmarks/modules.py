@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = ResultFile(
         options.json,
         'modules',
-        **machine(options.dry),
+        **machine(options.dry, ('liger-kernel', 'flashinfer-python', 'flag-gems', 'causal-conv1d'), options.fla),
         command=command('modules', options, 'only', 'size', 'backend'),
         began=now(),
         copy_gbs=clock.copy_gbs,

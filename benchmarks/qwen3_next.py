@@ -285,7 +285,7 @@ def main(arguments: list[str] | None = None) -> None:
         for row in rows(FLA, phases, options.dry):
             print(json.dumps(row), flush=True)
         return
-    about = machine(options.dry)
+    about = machine(options.dry, fla=options.fla)
     about['versions']['transformers'] = transformers.__version__
     results = ResultFile(options.json, 'qwen3_next', **about, command=command('qwen3_next', options, 'only'))
     for row in rows(OURS, phases, options.dry):

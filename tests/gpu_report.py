@@ -19,7 +19,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ('triton', 'tilelang', 'flash-qla', 'tokenspeed-flashkda', 'liger-kernel', 'flashinfer-python', 'causal-conv1d')
+PACKAGES = (
+    *('triton', 'tilelang', 'flash-qla', 'tokenspeed-flashkda', 'liger-kernel', 'flashinfer-python', 'flag-gems'),
+    *('causal-conv1d', 'transformers'),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -94,7 +94,10 @@ def test_the_machine(results):
 def test_the_version_of_a_peer(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / 'benchmarks'))
     (tmp_path / 'fla_core-0.6.0.dist-info').mkdir()
-    assert importlib.import_module('_fla_process').version_of(tmp_path) == '0.6.0'
+    peer = importlib.import_module('_fla_process')
+    assert peer.version_of(tmp_path) == '0.6.0'
+    assert importlib.import_module('_results').machine(dry=True, fla=tmp_path)['versions'][peer.FLA] == '0.6.0'
+    assert peer.version_of(tmp_path / 'fla_core-0.6.0.dist-info') == 'unknown'
 
 
 def test_a_peer_runs_its_own_kernels(monkeypatch, tmp_path):
@@ -102,6 +105,7 @@ def test_a_peer_runs_its_own_kernels(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / 'benchmarks'))
     peer = importlib.import_module('_fla_process')
     monkeypatch.setenv('PYTHONPATH', str(ROOT))
+    monkeypatch.delenv('FLA_DISABLE_BACKEND_DISPATCH', raising=False)
     script = tmp_path / 'script.py'
     script.write_text('import json, os; print("tuning"); print(json.dumps(dict(os.environ)))')
     (environment,) = peer.fla_rows(str(script), [], tmp_path)

@@ -1,6 +1,7 @@
 """benchmarks/modules.py on a CPU: every module, a process for FLA (this package stands for it), and what a result holds."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -14,7 +15,10 @@ ERROR = {'cross_entropy': 1e-2, 'fused_linear_cross_entropy': 2e-2, 'causal_conv
 
 def run(tmp_path, *options):
     path = tmp_path / 'folder' / 'modules.json'
-    done = subprocess.run([sys.executable, SCRIPT, '--json', path, *options], capture_output=True, text=True, timeout=300)
+    # this package stands for the peer, and needs its reference here
+    environment = {**os.environ, 'FLA_DISABLE_BACKEND_DISPATCH': '0'}
+    command = [sys.executable, SCRIPT, '--json', path, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text(encoding='utf-8')), done.stdout
 

@@ -3,7 +3,7 @@
 As a program it runs them on transformers' own PyTorch path, in a process where `fla` cannot be imported, and saves the
 results: transformers decides at import which functions it calls.
 
-    python tests/clients/models.py OUT.pt
+    python tests/clients/models.py OUT.pt [DEVICE]
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(1, COMMON['vocab_size'], shape, generator=torch.Generator().manual_seed(1))
 
 
-def results(name: str) -> dict[str, Any]:
-    """Logits, loss, gradients and greedy generations of one model."""
-    model = build(name)
-    ids = tokens(2, 90)
+def results(name: str, device: str = 'cpu') -> dict[str, Any]:
+    """Logits, loss, gradients and greedy generations of one model there, on the CPU."""
+    model = build(name).to(device)
+    ids = tokens(2, 90).to(device)
     with torch.no_grad():
         logits = model(ids).logits
     model.train()
@@ -111,14 +111,16 @@ def results(name: str) -> dict[str, Any]:
     mask[0, :5] = 0
     prompt[0, :5] = 0
     options = {'do_sample': False, 'max_new_tokens': 8, 'return_dict_in_generate': True, 'output_logits': True}
-    generated = model.generate(prompt, attention_mask=mask, **options)
-    return {
+    generated = model.generate(prompt.to(device), attention_mask=mask.to(device), **options)
+    found = {
         'logits': logits,
         'loss': loss.detach(),
         'gradients': gradients,
         'generated': generated.sequences,
         'generated logits': torch.stack(generated.logits),
     }
+    gradients = {n: gradient.cpu() for n, gradient in found.pop('gradients').items()}
+    return {'gradients': gradients, **{n: x.cpu() for n, x in found.items()}}
 
 
 class WithoutFla:
@@ -133,5 +135,5 @@ class WithoutFla:
 if __name__ == '__main__':
     sys.meta_path.insert(0, WithoutFla)  # type: ignore[arg-type]
     torch.set_num_threads(1)
-    torch.save({name: results(name) for name in MODELS}, sys.argv[1])
+    torch.save({name: results(name, *sys.argv[2:]) for name in MODELS}, sys.argv[1])
     assert 'fla' not in sys.modules

@@ -21,14 +21,23 @@ if Version(transformers.__version__) < Version('5.24'):
 LOGITS, GRADIENTS = 2e-5, 2e-4
 
 
+@pytest.fixture(scope='module', params=['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
 @pytest.fixture(scope='module')
-def without_fla(tmp_path_factory):
+def without_fla(tmp_path_factory, device):
     """The same models, in a process that has no `fla`. It runs beside the tests that need none of it."""
     out = tmp_path_factory.mktemp('clients') / 'results.pt'
     script = Path(__file__).with_name('models.py')
     environ = {**os.environ, 'OMP_NUM_THREADS': '1'}
     process = subprocess.Popen(
-        [sys.executable, str(script), str(out)], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, str(script), str(out), device],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     found = {}
 
@@ -51,15 +60,15 @@ def error(expected, got):
 
 
 @pytest.mark.parametrize('name', MODELS)
-def test_same_as_without_fla(name, without_fla):
-    operation = MODELS[name][2]
+def test_same_as_without_fla(name, device, without_fla):
+    operation, backend = MODELS[name][2], 'reference' if device == 'cpu' else 'default'
     with trace() as t:
-        ours = results(name)
+        ours = results(name, device)
     chunk, recurrent = f'{operation}.chunk_{operation}', f'{operation}.fused_recurrent_{operation}'
     assert {key: count for key, count in t.counters.items() if key[0].split('.')[0] == operation} == {
         # three layers; logits, training and prefill, then every further token
-        (chunk, 'reference'): 3 * 3,
-        (recurrent, 'reference'): 3 * 7,
+        (chunk, backend): 3 * 3,
+        (recurrent, backend): 3 * 7,
     }
     theirs = without_fla(name)
     assert theirs['logits'].std() > 0.1

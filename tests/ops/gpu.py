@@ -48,7 +48,7 @@ FLAG_SETS = [
 
 def every_place_of_nan(test):
     test = pytest.mark.parametrize('lens', [None, [30, 70, 0, 20]], ids=['equal', 'packed'])(test)
-    return pytest.mark.parametrize('name', ['q', 'k', 'v', 'beta', 'initial_state'])(test)
+    return pytest.mark.parametrize('name', ['q', 'k', 'v', 'g', 'beta', 'initial_state'])(test)
 
 
 every_dtype = pytest.mark.parametrize('dtype', [BF16, FP16, FP32], ids=['bf16', 'fp16', 'fp32'])

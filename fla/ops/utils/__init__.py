@@ -1,0 +1,15 @@
+"""What users of chunked operations compute beside them: tables of packed sequences, sums within chunks, triangular inverses.
+In plain PyTorch, on every device, differentiable; the kernels of this package do not need them."""
+
+from fla.ops.utils.cumsum import chunk_global_cumsum, chunk_local_cumsum
+from fla.ops.utils.index import prepare_chunk_indices, prepare_chunk_offsets, prepare_lens
+from fla.ops.utils.solve_tril import solve_tril
+
+__all__ = [
+    'chunk_global_cumsum',
+    'chunk_local_cumsum',
+    'prepare_chunk_indices',
+    'prepare_chunk_offsets',
+    'prepare_lens',
+    'solve_tril',
+]

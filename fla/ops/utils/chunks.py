@@ -1,0 +1,55 @@
+"""Steps by chunks, and back."""
+
+from __future__ import annotations
+
+import torch
+
+from fla.ops.backends import check_tensors
+from fla.ops.common.checks import FLOATS, check_chunk_indices, check_cu_seqlens, check_given
+from fla.ops.utils.index import prepare_chunk_indices
+
+
+def split(x: torch.Tensor, chunk_size: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """`[B, T, ...]` to `[B, chunks, chunk_size, ...]`, of each sequence by itself; zeros after its last step."""
+    if cu_seqlens is None:
+        padded = torch.cat([x, x.new_zeros(x.shape[0], -x.shape[1] % chunk_size, *x.shape[2:])], 1)
+        return padded.view(x.shape[0], padded.shape[1] // chunk_size, chunk_size, *x.shape[2:])
+    places, inside = _places(cu_seqlens, chunk_size)
+    chunks = x.new_zeros(*places.shape, *x.shape[2:])
+    return chunks.index_put((inside,), x[0, places[inside]])[None]
+
+
+def join(chunks: torch.Tensor, length: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Back again, `[B, length, ...]`."""
+    if cu_seqlens is None:
+        return chunks.flatten(1, 2)[:, :length]
+    places, inside = _places(cu_seqlens, chunks.shape[2])
+    x = chunks.new_zeros(length, *chunks.shape[3:])
+    return x.index_put((places[inside],), chunks[0, inside])[None]
+
+
+def _places(cu_seqlens: torch.Tensor, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each chunk `[chunks, chunk_size]` the steps, and which of them its sequence has."""
+    sequence, number = prepare_chunk_indices(cu_seqlens.long(), chunk_size).unbind(1)
+    steps = torch.arange(chunk_size, device=cu_seqlens.device)
+    places = cu_seqlens[sequence, None] + number[:, None] * chunk_size + steps
+    return places, places < cu_seqlens[sequence + 1, None]
+
+
+def check_steps(
+    name: str,
+    x: torch.Tensor,
+    dims: tuple[int, ...],
+    meaning: str,
+    cu_seqlens: torch.Tensor | None,
+    chunk_indices: torch.Tensor | None = None,
+) -> None:
+    """A floating tensor `[B, T, ...]` of so many dimensions, B = 1 with `cu_seqlens`."""
+    check_given(**{name: x})
+    check_tensors(**{name: x}, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
+    if x.dim() not in dims:
+        raise ValueError(f'{name} must be {meaning}, got shape {list(x.shape)}')
+    if x.dtype not in FLOATS:
+        raise TypeError(f'{name} must be float16, bfloat16, float32 or float64, got {x.dtype}')
+    check_chunk_indices(chunk_indices)
+    check_cu_seqlens(x, cu_seqlens)
