@@ -5,7 +5,7 @@ one process on one card; beside each the error against the formula in float64, a
 
 Inputs are normal, decays logsigmoid of normal numbers. The yardstick is `scaled_dot_product_attention` as a user would call
 it: causal where that says it all, else with a mask. A vendor's package is measured where it is installed, switched on or
-not.
+not; what `sdpa` and `flashinfer` call is measured beside them without this package (`... directly`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from _results import ResultFile, command, machine, said
 
 BACKENDS = ('sdpa', 'default', 'flash_attn_3', 'flash_attn', 'flashinfer', 'xformers', 'tilelang', 'torch_varlen')
 YARDSTICK = 'torch'
+DIRECTLY = {'sdpa': 'FlashAttention directly', 'flashinfer': 'FlashInfer directly'}
 
 # name: B, T, S, HQ, H, K, V and what is asked for
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -88,6 +89,26 @@ def yardstick(tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> Call
     return call
 
 
+def directly(name: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    """What a backend calls, as a user would.
+
+    Raises:
+        ValueError: for a case that it does not call this for.
+    """
+    length, plain = tensors['q'].shape[1], {'g', 'sink_bias'}.isdisjoint(tensors) and 'cu_seqlens' not in options
+    if name == DIRECTLY['sdpa']:
+        if length != 1 or options or not plain:
+            raise ValueError('more than one query')
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return lambda q, k, v: flash(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
+    if len(tensors['q']) != 1 or not plain:
+        raise ValueError('more than one sequence, decays or sinks')
+    from flashinfer import single_prefill_with_kv_cache as prefill
+
+    left = options.get('window_size', 0) - 1
+    return lambda q, k, v: prefill(q[0], k[0], v[0], causal=True, kv_layout='NHD', window_left=left)[None]
+
+
 def errors(shape: tuple[int, ...], asked: dict[str, Any], call: Callable[..., Any] | None, grad: bool) -> dict[str, float]:
     """Relative RMS of o and the gradients on 320 steps of the first heads of each group, one row of the batch."""
     from fla.ops.attn.naive import naive_parallel_attn
@@ -121,6 +142,11 @@ def measured(shape: tuple[int, ...], asked: dict[str, Any], backend: str) -> dic
         if not {'g', 'sink_bias'}.isdisjoint(tensors):
             return {'refused': 'no decays, no sinks'}
         call, bound = yardstick(tensors, options), None
+    elif backend in DIRECTLY.values():
+        try:
+            call, bound = directly(backend, tensors, options), None
+        except (ValueError, ImportError) as refused:
+            return {'refused': said(refused)}
     else:
         bound = parallel_attn.bind(backend=backend)
         call = lambda *args, **named: bound(*args, **named, **options)  # noqa: E731
@@ -153,7 +179,8 @@ def measured(shape: tuple[int, ...], asked: dict[str, Any], backend: str) -> dic
         pairs = shape[0] * shape[3] * (shape[1] * shape[2] - shape[1] * (shape[1] - 1) / 2)
         if not options:
             row['forward_tflops'] = 2 * pairs * (shape[5] + shape[6]) / row['forward_ms'] / 1e9
-        row['errors'] = errors(shape, asked, bound, grad='both_ms' in row)
+        if backend not in DIRECTLY.values():
+            row['errors'] = errors(shape, asked, bound, grad='both_ms' in row)
     return row
 
 
@@ -186,13 +213,13 @@ def rows(cases: list[str], backends: list[str]) -> Iterator[dict[str, Any]]:
         tensors, options = inputs(shape, asked)
         chosen = explain(parallel_attn, **tensors, **options)
         base: dict[str, Any] = {}
-        for backend in (YARDSTICK, *backends):
+        for backend in (YARDSTICK, *backends, *(DIRECTLY[one] for one in backends if one in DIRECTLY)):
             row = measured(shape, asked, backend)
             base = row if backend == YARDSTICK else base
             for kind in ('forward', 'both'):
                 if f'{kind}_ms' in row and f'{kind}_ms' in base:
                     row[f'{kind}_over_torch'] = row[f'{kind}_ms'] / base[f'{kind}_ms']
-            notes = [] if backend == YARDSTICK else list(chosen[backend].notes)
+            notes = list(chosen[backend].notes) if backend in backends else []
             yield {
                 'case': name,
                 'backend': backend,
