@@ -38,15 +38,26 @@ FUNCTIONS = {
 SETTINGS = Settings(torch.device('cpu'), torch.float32, 1.0, 4, batch=2, length=32, learning_rate=1e-2)
 
 
-def demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def demo(*arguments: str, device: str | None = 'cpu', **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
-    command = [sys.executable, '-m', 'examples.language_model', '--device', 'cpu', *arguments]
+    command = [sys.executable, '-m', 'examples.language_model', *(['--device', device] if device else []), *arguments]
     return subprocess.run(
         command, cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True, timeout=300, check=False
     )
 
 
 # -- the whole of it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_succeeds_on_a_gpu():
+    """Which it finds by itself; every function but attention by the kernels."""
+    done = demo('--seconds', '10', device=None)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r'^device: NVIDIA .*, bfloat16', done.stdout, re.MULTILINE)
+    assert 'Every claim holds.' in done.stdout
+    served = dict(re.findall(r'^  (\w+) +(\w+) ', done.stdout.split('served by')[1], re.MULTILINE))
+    assert served == {name: 'sdpa' if name == 'parallel_attn' else 'default' for name in FUNCTIONS}
 
 
 @pytest.mark.slow
