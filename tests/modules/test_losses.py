@@ -244,7 +244,7 @@ BAD = [
             ({'logit_scale': math.inf}, ValueError, 'logit_scale must be finite'),
             ({'logit_softcapping': 0.0}, ValueError, 'logit_softcapping must be positive or None'),
             ({'ignore_index': 1.0}, TypeError, 'ignore_index must be an int'),
-            ({'ignore_index': 2**63}, ValueError, 'ignore_index must be a number that targets can be, torch.int64'),
+            ({'ignore_index': 2**63}, ValueError, 'ignore_index must be within 64 bits'),
         )
     ),
     (lambda x, t: FusedCrossEntropyLoss(lse_square_scale=math.nan), ValueError, 'lse_square_scale must be finite'),
