@@ -256,13 +256,14 @@ def _attention(result: Result) -> str:
             new = [f'{row["new_keys_wall_ms"]:.3f}'] if 'new_keys_wall_ms' in row else []
             rows.append([row['case'], ', '.join(map(str, row['shape'])), backend, *_times(row), *ratios, *new])
     head = ['', 'B, T, S, HQ, H, K, V', 'backend', 'forward ms', 'with backward ms', 'peak MiB', 'largest error']
-    last = ['forward', 'with backward']
+    last, meant = ['forward', 'with backward'], 'the last columns are times over its'
     if any('new_keys_wall_ms' in row for row in result['rows']):
         last += ['new S: wall ms']
+        meant = 'the two columns after the error are times over its, the last is a step with a number of keys that is new'
         rows = [row + [''] * (len(head) + len(last) - len(row)) for row in rows]
     return (
         f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
-        f"{versions['triton']}. `torch` is PyTorch's attention called directly, the last columns are times over its; "
+        f"{versions['triton']}. `torch` is PyTorch's attention called directly, {meant}; "
         f'`chosen` stands beside what `parallel_attn` takes.{stopped}{_note(result)}\n\n' + table([*head, *last], rows)
     )
 

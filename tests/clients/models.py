@@ -96,7 +96,7 @@ def tokens(*shape: int) -> torch.Tensor:
 
 
 def results(name: str, device: str = 'cpu') -> dict[str, Any]:
-    """Logits, loss, gradients and greedy generations of one model there, on the CPU."""
+    """Logits, loss, gradients and greedy generations of one model on that device, copied to the CPU."""
     model = build(name).to(device)
     ids = tokens(2, 90).to(device)
     with torch.no_grad():

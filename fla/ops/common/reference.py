@@ -287,7 +287,7 @@ def _packed_steps(
     for t in range(q.shape[2]):
         now = slice(t, t + 1)
         inside = ((starts <= t) & (t < ends)).view(-1, 1, 1, 1)
-        # the one that has this step; it goes on alone, and what is in no other reaches it
+        # the sequence that has this step goes on alone, so that nothing of another reaches it, NaN among it
         mine = (number * inside.flatten()).sum()[None]
         one = state.index_select(0, mine) * gv[:, :, now].exp()
         o, one = _step(q[:, :, now], k[:, :, now], v[:, :, now], g[:, :, now], beta[:, :, now], one)

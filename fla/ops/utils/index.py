@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import check_tensors
-from fla.ops.common.checks import check_64_bits, check_dense, check_given
+from fla.ops.common.checks import check_64_bits, check_given
 
 
 def prepare_lens(cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,6 @@ def check_lens(cu_seqlens: torch.Tensor, name: str = 'cu_seqlens') -> None:
     """`[N + 1]`, int32 or int64."""
     check_given(**{name: cu_seqlens})
     check_tensors(**{name: cu_seqlens})
-    check_dense(name, cu_seqlens)
     if cu_seqlens.dim() != 1 or not cu_seqlens.shape[0]:
         raise ValueError(f'{name} must be [N + 1], the ends of N sequences after a 0, got shape {list(cu_seqlens.shape)}')
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
