@@ -46,7 +46,8 @@ def machine(dry: bool = False, packages: Sequence[str] = (), fla: Path | None = 
     return {
         'card': 'CPU' if dry else torch.cuda.get_device_name(),
         'versions': versions,
-        'cores': os.cpu_count(),
+        # those that this process may run on
+        'cores': len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(),
     }
 
 
