@@ -4,9 +4,10 @@ card: prefill, decoding and a training step.
     python benchmarks/qwen3_next.py --json benchmarks/results/qwen3_next.json --fla folder/of/fla-core
 
 Four layers (three of the gated delta rule, one of attention) at the widths of Qwen3-Next-80B-A3B, its ten active experts
-being all there are, in bfloat16 with random weights, the same for all; attention is PyTorch's. transformers takes the two
-functions of the gated delta rule from `fla` and nothing else; in the rows with modules, its short convolutions and gated
-norms are put in their place too, by this benchmark.
+being all there are, in bfloat16 with random weights, the same for all; attention is PyTorch's, without cuDNN's: that plans
+each number of keys when it first sees it, and the first row would pay for all. transformers takes the two functions of
+the gated delta rule from `fla` and nothing else; in the rows with modules, its short convolutions and gated norms are put
+in their place too, by this benchmark.
 
 `gpu_ms` is the median time on the GPU with what fits into its queue launched before it starts, `wall_ms` the least mean
 time of calls in a row: the larger one counts where a model is run like this. Decoding goes on behind 1024 tokens, eager
@@ -232,6 +233,8 @@ def reference(wide: Model, phase: str, tokens: torch.Tensor) -> Results:
 def rows(package: str, phases: list[str], dry: bool) -> Iterator[dict[str, Any]]:
     """Of this process: a package named `fla`, without and with modules, and transformers alone beside ours."""
     device = 'cpu' if dry else 'cuda'
+    if not dry:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     model = build(TINY if dry else SIZES, device)
     weights = fingerprint(model)
     wide = in_float32(model)
