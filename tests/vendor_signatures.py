@@ -68,7 +68,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     # FlagGems, 5.0.0 and 5.0.2
     'flag_gems.ops.rms_norm': ('x', 'normalized_shape', 'weight', 'eps'),
     'flag_gems.ops.layer_norm': ('input', 'normalized_shape', 'weight', 'bias', 'eps'),
-    # PyTorch, 2.11 to 2.13
+    # PyTorch 2.13; 2.11 lacks enable_gqa
     'torch.nn.attention.varlen.varlen_attn': (
         *('query', 'key', 'value', 'cu_seq_q', 'cu_seq_k', 'max_q', 'max_k', '*', 'scale', 'window_size', 'enable_gqa'),
     ),

@@ -1,7 +1,7 @@
 """Small random models of transformers that call the operations, and what they compute.
 
 As a program it runs them on transformers' own PyTorch path, in a process where `fla` cannot be imported, and saves the
-results: transformers decides at import which functions it calls.
+results, and what the same path computes in float64 on the CPU: transformers decides at import which functions it calls.
 
     python tests/clients/models.py OUT.pt [DEVICE]
 """
@@ -16,6 +16,7 @@ from typing import Any
 os.environ['HF_HUB_OFFLINE'] = '1'
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 COMMON = {
     'vocab_size': 97,
@@ -95,9 +96,32 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(1, COMMON['vocab_size'], shape, generator=torch.Generator().manual_seed(1))
 
 
+class InDouble(TorchFunctionMode):
+    """float64 wherever a model's code asks for float32."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        return function(*args, **named)
+
+
+def exact_results(name: str) -> dict[str, Any]:
+    """As `results`, in float64."""
+    model = build(name).double()
+    # the grouped product has no float64
+    model.set_experts_implementation('eager')  # type: ignore[operator]
+    with InDouble():
+        return results_of(model, 'cpu')
+
+
 def results(name: str, device: str = 'cpu') -> dict[str, Any]:
     """Logits, loss, gradients and greedy generations of one model on that device, copied to the CPU."""
-    model = build(name).to(device)
+    return results_of(build(name).to(device), device)
+
+
+def results_of(model: Any, device: str) -> dict[str, Any]:
     ids = tokens(2, 90).to(device)
     with torch.no_grad():
         logits = model(ids).logits
@@ -135,5 +159,6 @@ class WithoutFla:
 if __name__ == '__main__':
     sys.meta_path.insert(0, WithoutFla)  # type: ignore[arg-type]
     torch.set_num_threads(1)
-    torch.save({name: results(name, *sys.argv[2:]) for name in MODELS}, sys.argv[1])
+    theirs = {name: results(name, *sys.argv[2:]) for name in MODELS}
+    torch.save((theirs, {name: exact_results(name) for name in MODELS}), sys.argv[1])
     assert 'fla' not in sys.modules

@@ -28,7 +28,7 @@ def device(request):
 
 @pytest.fixture(scope='module')
 def without_fla(tmp_path_factory, device):
-    """The same models, in a process that has no `fla`. It runs beside the tests that need none of it."""
+    """The same models, in a process that has no `fla`, and in float64. It runs beside tests that need none of it."""
     out = tmp_path_factory.mktemp('clients') / 'results.pt'
     script = Path(__file__).with_name('models.py')
     environ = {**os.environ, 'OMP_NUM_THREADS': '1'}
@@ -39,14 +39,14 @@ def without_fla(tmp_path_factory, device):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    found = {}
+    found = []
 
     def get(name):
         if not found:
             output, _ = process.communicate(timeout=300)
             assert process.returncode == 0, output
-            found.update(torch.load(out))
-        return found[name]
+            found.extend(torch.load(out))
+        return [one[name] for one in found]
 
     yield get
     process.kill()
@@ -57,6 +57,15 @@ def error(expected, got):
     expected, got = expected.double(), got.double()
     assert expected.shape == got.shape
     return float((expected - got).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-30))
+
+
+def compare(what, bound, device, exact, theirs, ours):
+    """Ours is as right as theirs, and differs from theirs by less than the bound or, on a GPU, where products are rounded at
+    other places than PyTorch's, by less than theirs is off."""
+    exact, theirs, ours = exact[what], theirs[what], ours[what]
+    off = error(exact, theirs)
+    assert error(exact, ours) < max(bound, 2 * off), what
+    assert error(theirs, ours) < (bound if device == 'cpu' else max(bound, off)), what
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -70,12 +79,11 @@ def test_same_as_without_fla(name, device, without_fla):
         (chunk, backend): 3 * 3,
         (recurrent, backend): 3 * 7,
     }
-    theirs = without_fla(name)
+    theirs, exact = without_fla(name)
     assert theirs['logits'].std() > 0.1
-    assert error(theirs['logits'], ours['logits']) < LOGITS
-    assert error(theirs['loss'], ours['loss']) < 1e-6
-    assert theirs['gradients'].keys() == ours['gradients'].keys()
-    for parameter, gradient in theirs['gradients'].items():
-        assert error(gradient, ours['gradients'][parameter]) < GRADIENTS, parameter
+    for what, bound in (('logits', LOGITS), ('loss', 1e-6), ('generated logits', LOGITS)):
+        compare(what, bound, device, exact, theirs, ours)
     assert torch.equal(theirs['generated'], ours['generated'])
-    assert error(theirs['generated logits'], ours['generated logits']) < LOGITS
+    assert theirs['gradients'].keys() == ours['gradients'].keys()
+    for parameter in theirs['gradients']:
+        compare(parameter, GRADIENTS, device, *(one['gradients'] for one in (exact, theirs, ours)))

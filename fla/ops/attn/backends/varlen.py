@@ -1,4 +1,4 @@
-"""`torch.nn.attention.varlen`, PyTorch's FlashAttention of packed sequences and windows (PyTorch 2.11 and newer)."""
+"""`torch.nn.attention.varlen`, PyTorch's FlashAttention of packed sequences and windows (of PyTorch newer than 2.11)."""
 
 from __future__ import annotations
 
