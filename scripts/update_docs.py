@@ -292,7 +292,7 @@ def _qwen3_next(result: Result) -> str:
     head = ['', 'B, T', 'linear attention by', 'GPU ms', 'wall ms', 'graph: GPU ms', 'graph: wall ms', 'peak MiB', 'errors']
     return (
         f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
-        f'{versions["triton"]}, transformers {versions["transformers"]}.{stopped}\n\n' + table(head, rows)
+        f'{versions["triton"]}, transformers {versions["transformers"]}.{stopped}{_note(result)}\n\n' + table(head, rows)
     )
 
 
@@ -355,10 +355,10 @@ def _gpu_tests(result: Result) -> str:
     for row in result['rows']:
         skips = '; '.join(f'{reason} ({count})' for reason, count in row.get('skips', {}).items())
         rows.append([f'`{row["file"]}`', *(row.get(name, 0) for name in ('passed', 'failed', 'skipped')), skips])
-    cards = ', '.join(result['cards'])
-    return (
-        f'`{result["command"]}` on {cards}, {result["cores"]} cores, {versions}, at {result["commit"]}.{_note(result)}\n\n'
-        + table(['', 'passed', 'failed', 'skipped', 'why'], rows)
+    where = f'{", ".join(result["cards"])}, {result["cores"]} cores, {versions}, at {result["commit"]}'
+    stopped = '' if result.get('complete', True) else ' The run was stopped before its end.'
+    return f'`{result["command"]}` on {where}.{stopped}{_note(result)}\n\n' + table(
+        ['', 'passed', 'failed', 'skipped', 'why'], rows
     )
 
 

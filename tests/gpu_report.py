@@ -51,7 +51,7 @@ class Report:
                 file, reason = report.nodeid.split('::')[0], report.longrepr[2].removeprefix('Skipped: ')
                 self.reasons.setdefault(file, Counter())[reason] += 1
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         files: dict[str, dict[str, Any]] = {}
         for test, outcome in sorted(self.outcomes.items()):
             file, _, name = test.partition('::')
@@ -61,7 +61,8 @@ class Report:
                 row.setdefault('failures', []).append(name)
         for file, reasons in self.reasons.items():
             files[file]['skips'] = dict(sorted(reasons.items()))
-        result = {'benchmark': 'gpu_tests', **machine(), 'command': command(self.config), 'rows': [*files.values()]}
+        result = {'benchmark': 'gpu_tests', **machine(), 'command': command(self.config)}
+        result |= {'complete': exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), 'rows': [*files.values()]}
         path = self.config.option.gpu_report
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + '\n', encoding='utf-8')
@@ -76,7 +77,8 @@ def machine() -> dict[str, Any]:
             continue
     count = torch.cuda.device_count()
     cards = [torch.cuda.get_device_name(i) for i in range(count)]
-    return {'cards': cards, 'cores': os.cpu_count(), 'versions': versions, 'commit': commit()}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    return {'cards': cards, 'cores': cores, 'versions': versions, 'commit': commit()}
 
 
 def commit() -> str | None:

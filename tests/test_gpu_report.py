@@ -36,17 +36,30 @@ def test_torn_down(broken):
 """
 
 
+def report(folder, code, *options, status):
+    """What the plugin writes of a test file, whose run ends so."""
+    (folder / 'test_some.py').write_text(code)
+    (folder / 'pytest.ini').write_text('[pytest]\n')
+    path = folder / 'folder' / 'report.json'
+    given = ['-p', 'tests.gpu_report', '-p', 'no:cacheprovider', '--gpu-report', str(path), *options]
+    command = [sys.executable, '-m', 'pytest', '-q', *given, 'test_some.py']
+    environment = {**os.environ, 'PYTHONPATH': str(markdown.ROOT), 'GPU_REPORT_COMMIT': 'abc'}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return json.loads(path.read_text())
+
+
+def test_interrupted(tmp_path):
+    code = 'def test_right():\n    pass\n\ndef test_stopped():\n    raise KeyboardInterrupt\n'
+    result = report(tmp_path, code, status=pytest.ExitCode.INTERRUPTED)
+    assert not result['complete']
+    assert result['rows'] == [{'file': 'test_some.py', 'passed': 1}]
+
+
 @pytest.mark.parametrize('workers', [[], ['-n', '2']], ids=['one process', 'workers'])
 def test_outcomes(tmp_path, workers):
-    (tmp_path / 'test_some.py').write_text(TESTS)
-    (tmp_path / 'pytest.ini').write_text('[pytest]\n')
-    path = tmp_path / 'folder' / 'report.json'
-    options = ['-p', 'tests.gpu_report', '-p', 'no:cacheprovider', '--gpu-report', str(path), *workers]
-    command = [sys.executable, '-m', 'pytest', '-q', *options, 'test_some.py']
-    environment = {**os.environ, 'PYTHONPATH': str(markdown.ROOT), 'GPU_REPORT_COMMIT': 'abc'}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    result = json.loads(path.read_text())
+    result = report(tmp_path, TESTS, *workers, status=pytest.ExitCode.TESTS_FAILED)
+    assert result['complete']
     assert (result['benchmark'], result['commit']) == ('gpu_tests', 'abc')
     assert 'torch' in result['versions']
     assert result['rows'] == [
