@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from _fla_process import FLA, version_of
+from _machine import cores
 
 _ROOT = Path(__file__).resolve().parents[1]
 # what is one for all parts of a run
@@ -46,8 +47,7 @@ def machine(dry: bool = False, packages: Sequence[str] = (), fla: Path | None = 
     return {
         'card': 'CPU' if dry else torch.cuda.get_device_name(),
         'versions': versions,
-        # those that this process may run on
-        'cores': len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(),
+        'cores': cores(),
     }
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _machine import cores, repeatable
 
 Burst = Callable[[int], None]
 """Runs its case n times."""
@@ -126,7 +127,7 @@ def machine() -> dict[str, Any]:
                 break
     return {
         'cpu': model,
-        'cores': os.cpu_count(),
+        'cores': cores(),
         'load': [round(load, 2) for load in os.getloadavg()] if hasattr(os, 'getloadavg') else None,
         'system': f'{platform.system()} {platform.machine()}',
         'python': platform.python_version(),
@@ -135,12 +136,9 @@ def machine() -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command as a reader can repeat it; the place of the JSON file is this machine's business."""
+    """The command as a reader can repeat it."""
     script, *arguments = sys.argv
-    if '--json' in arguments:
-        at = arguments.index('--json')
-        del arguments[at : at + 2]
-    return ' '.join(['python', f'benchmarks/{Path(script).name}', *arguments])
+    return ' '.join(['python', f'benchmarks/{Path(script).name}', *repeatable(arguments)])
 
 
 def parser(description: str) -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ backend finished it; of the mutating function, that its argument was changed onc
 Ends with an error if a call was lost, doubled or wrong, if something hangs, if a bad file changed anything, or if the last
 file is not the one in force.
 
-    python benchmarks/policy_under_load.py [--seconds 30] [--threads 8] [--rewrites 50] [--out FILE]
+    python benchmarks/policy_under_load.py [--seconds 30] [--threads 8] [--rewrites 50] [--json FILE]
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _machine import cores
 
 from fla.ops.backends import (
     BackendRegistry,
@@ -39,7 +40,6 @@ from fla.ops.backends import (
     watch_policy,
 )
 
-RESULTS = Path(__file__).parent / 'results'
 NAMES = ('steady', 'flaky', 'other')
 BAD = (
     '',
@@ -281,15 +281,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument('--threads', type=int, default=8)
     parser.add_argument('--rewrites', type=int, default=50)
     parser.add_argument('--seed', type=int, default=0)
-    parser.add_argument('--out', type=Path, default=RESULTS / 'policy_under_load.json')
+    parser.add_argument('--json', type=Path, help='write the result there')
     options = parser.parse_args(argv)
     found = Load(options.seconds, options.threads, options.rewrites, options.seed).run()
-    machine = {'cores': os.cpu_count(), 'python': platform.python_version(), 'torch': torch.__version__}
+    machine = {'cores': cores(), 'python': platform.python_version(), 'torch': torch.__version__}
     asked = {name: getattr(options, name) for name in ('seconds', 'threads', 'rewrites', 'seed')}
     result = {'benchmark': 'policy_under_load', 'machine': machine, 'options': asked, 'good': good(found), **found}
     print(json.dumps(result, indent=1))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + '\n', encoding='utf-8')
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + '\n', encoding='utf-8')
     return 0 if result['good'] else 1
 
 

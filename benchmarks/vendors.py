@@ -30,6 +30,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 from _gpu import gpu_ms, peak_mib
+from _machine import cores, repeatable
 from _results import said
 
 from fla.ops.backends import explain, trace, use_backend
@@ -343,13 +344,12 @@ def main() -> int:
     for kind in missing:
         print(f'{DISTRIBUTIONS[kind]} is not installed: its cases are left out')
     names = [name for name in names if family(name) not in missing]
-    arguments_given = [word for word in sys.argv[1:] if word not in ('--json', str(options.json))]
     result: dict[str, Any] = {
         'benchmark': 'vendors',
         'card': torch.cuda.get_device_name(),
         'versions': installed,
-        'cores': os.cpu_count(),
-        'command': ' '.join(['python', 'benchmarks/vendors.py', *arguments_given]),
+        'cores': cores(),
+        'command': ' '.join(['python', 'benchmarks/vendors.py', *repeatable(sys.argv[1:])]),
         'cases': {},
         'times': [],
     }

@@ -154,6 +154,20 @@ def test_what_is_usable_says_what_it_has_to(package, caplog, recwarn):
     assert not logging.getLogger('flash_attn').handlers
 
 
+def test_probes_at_once_leave_the_logger_as_it_was():
+    """The first to begin is the first to end."""
+    logger = logging.getLogger('json')
+    first, second = (vendor._imported(('json:loads',)) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    assert not logger.propagate
+    first.__exit__(None, None, None)
+    assert not logger.propagate
+    second.__exit__(None, None, None)
+    assert logger.propagate
+    assert not logger.handlers
+
+
 def test_tensors_that_a_package_makes_on_import_are_ordinary(package):
     """Whatever the call is made under that it is imported for."""
     package('flash_attn', 'import torch\nTABLE = torch.ones(1)', 'def {}(q, k, v, *args, **more):\n    return v\n')

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from fla.layers.cache import Cache, check_cache, check_rows, check_state
 from fla.layers.checks import check_hidden
+from fla.layers.keys import joined
 from fla.layers.padding import Packing, may_pack
 from fla.modules.checks import check_eps, check_finite, check_int, check_sizes
 from fla.modules.layernorm import RMSNorm
@@ -16,6 +17,7 @@ from fla.modules.rotary import RotaryEmbedding
 from fla.ops.attn import parallel_attn
 from fla.ops.attn.cudnn import takes_cudnn
 from fla.ops.attn.naive import visible
+from fla.ops.common.checks import MAX_HEAD_DIM
 
 # Of masked keys, where cuDNN makes a plan for each number of them.
 KEYS_MULTIPLE = 256
@@ -72,6 +74,8 @@ class Attention(nn.Module):
             raise ValueError(f'hidden_size = {hidden_size} must be a multiple of num_heads, got {num_heads}: pass head_dim')
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         check_sizes(head_dim=self.head_dim)
+        if self.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f'head_dim must be at most {MAX_HEAD_DIM}, got {self.head_dim}: take more num_heads')
         check_eps(norm_eps, 'norm_eps')
         if rope_theta is not None:
             check_finite('rope_theta', rope_theta)
@@ -151,9 +155,11 @@ class Attention(nn.Module):
             steps = (kept.cumsum(1) - 1)[:, past:]
         q, k, v = self._projected(hidden_states)
         if self.rotary is not None:
-            q, k = self.rotary(q, k, past, cu_seqlens, position_ids=steps)
+            offset = past if steps is None else 0
+            q, k = self.rotary(q, k, offset, cu_seqlens, position_ids=steps)
+        room = None
         if state is not None and state.keys_values is not None and past:
-            k, v = (torch.cat([old, new], 1) for old, new in zip(state.keys_values, (k, v), strict=True))
+            (k, v), room = joined(state.keys_values, (k, v), state.room)
         keys_values = k, v
         # what was cached outside of autocast is wider than q, and stays so in the cache
         k, v = k.to(q.dtype), v.to(q.dtype)
@@ -163,7 +169,7 @@ class Attention(nn.Module):
             o = self._padded(q, k, v, kept)
         out = self.o_proj(o.flatten(2))
         if state is not None:
-            state.keys_values = keys_values if packing is None else (packing.unpack(k), packing.unpack(v))
+            state.keep(*(keys_values if packing is None else (packing.unpack(k), packing.unpack(v))), room)
             state.length = past + length
         return out if packing is None else packing.unpack(out), None, past_key_values
 

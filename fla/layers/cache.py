@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
+from fla.layers.keys import Pair, Room
 from fla.modules.checks import check_int
 from fla.ops.backends import check_tensors
 from fla.ops.common.checks import check_given, readable
@@ -18,16 +19,21 @@ class LayerState:
     the others: what is to be kept from before it is a deep copy.
 
     Attributes:
-        recurrent: state of the recurrence `[N, HV, K, V]`, float32; float64 of layers in float64.
+        recurrent: state of the recurrence `[N, HV, K, V]`, float32; float64 of layers in float64. Of heads with V above 256
+            that of their parts, `[N, n HV, K, V / n]`.
         conv: last W steps before each convolution, `[N, D, W]`.
-        keys_values: `[B, S, H, K]` and `[B, S, H, V]`.
+        keys_values: `[B, S, H, K]` and `[B, S, H, V]`; of steps added without gradients, views of memory with room for more.
         length: how many steps the layer has seen, padding included; of packed sequences, all together.
+        room: that memory.
+        torn: whether a call is changing it, or failed while it did.
     """
 
     recurrent: torch.Tensor | None = None
     conv: tuple[torch.Tensor, ...] | None = None
-    keys_values: tuple[torch.Tensor, torch.Tensor] | None = None
+    keys_values: Pair | None = None
     length: int = 0
+    room: Room | None = field(default=None, repr=False, compare=False)
+    torn: bool = field(default=False, repr=False, compare=False)
 
     def tensors(self) -> list[torch.Tensor]:
         """All that there are."""
@@ -35,7 +41,7 @@ class LayerState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerState:
         """Copies that stay in the graph, where there is one: PyTorch's own are of leaves alone."""
-        copied = LayerState(self.recurrent, self.conv, self.keys_values, self.length)
+        copied = LayerState(self.recurrent, self.conv, self.keys_values, self.length, torn=self.torn)
         copied.replace(torch.clone)
         return copied
 
@@ -46,8 +52,13 @@ class LayerState:
         if self.conv is not None:
             self.conv = tuple(change(x) for x in self.conv)
         if self.keys_values is not None:
-            keys, values = self.keys_values
-            self.keys_values = change(keys), change(values)
+            self.keep(change(self.keys_values[0]), change(self.keys_values[1]))
+
+    def keep(self, keys: torch.Tensor, values: torch.Tensor, room: Room | None = None) -> None:
+        """Keys and values in place of those that there are, and the room that they lie in."""
+        self.keys_values, self.room = (keys, values), room
+        if room is not None:
+            room.ends.append(self.keys_values)
 
 
 class Cache:
@@ -63,6 +74,14 @@ class Cache:
     def __getitem__(self, layer_idx: int) -> LayerState:
         """The state of a layer, which is empty before its first call."""
         return self.layers.setdefault(layer_idx, LayerState())
+
+    def __contains__(self, layer_idx: object) -> bool:
+        """Whether a layer has a state."""
+        return layer_idx in self.layers and bool(self.layers[layer_idx].tensors())
+
+    def __iter__(self) -> Iterator[int]:
+        """The `layer_idx` of each layer that has a state."""
+        return (layer_idx for layer_idx in sorted(self.layers) if layer_idx in self)
 
     def __len__(self) -> int:
         """How many layers have a state."""
@@ -120,6 +139,10 @@ def check_rows(state: LayerState, count: int | torch.SymInt) -> None:
 def check_state(state: LayerState, layer_idx: int | None, device: torch.device, **sizes: list[tuple[int, ...]]) -> None:
     """A state to go on from is of such a layer, and on its device, before anything of it is changed. `sizes` are the last
     ones of the tensors that the layer keeps, by the names of `LayerState`."""
+    if state.torn:
+        raise ValueError(
+            f'past_key_values[{layer_idx}] was changed in part by a step that failed: begin anew, or from a copy.deepcopy'
+        )
     recurrent = None if state.recurrent is None else (state.recurrent,)
     held = {'recurrent': recurrent, 'conv': state.conv, 'keys_values': state.keys_values}
     for name, tensors in held.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from fla.layers.checks import check_hidden
 from fla.layers.padding import Packing
 from fla.modules.checks import check_finite, check_int, check_sizes
 from fla.modules.convolution import ShortConvolution
+from fla.ops.common.checks import MAX_HEAD_DIM
 
 
 class DeltaLayer(nn.Module):
@@ -60,6 +62,11 @@ class DeltaLayer(nn.Module):
             raise ValueError(
                 f'expand_v times head_dim = {head_dim} must be a whole number from 1 on, got expand_v = {expand_v}'
             )
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f'head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}')
+        # Wider heads of v than the operation takes are several, of the same decays and beta: columns of a state do not mix.
+        fewest = -(-self.head_v_dim // MAX_HEAD_DIM)
+        self._parts = next(n for n in itertools.count(fewest) if self.head_v_dim % n == 0)
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self.use_short_conv, self.allow_neg_eigval = use_short_conv, allow_neg_eigval
 
@@ -191,10 +198,13 @@ class DeltaLayer(nn.Module):
                 state,
                 self.layer_idx,
                 x.device,
-                recurrent=[(self.num_v_heads, self.head_k_dim, self.head_v_dim)],
+                recurrent=[(self.num_v_heads * self._parts, self.head_k_dim, self.head_v_dim // self._parts)],
                 conv=[(y.shape[2], one.kernel_size[0]) for y, one in zip(projected, convolutions, strict=False)],
             )
         conv: tuple[Any, ...] | None = None
+        if state is not None:
+            # a convolution takes a step in place
+            state.torn = decoding and padding is None and self.use_short_conv
         if self.use_short_conv:
             before: tuple[torch.Tensor | None, ...] = (None, None, None)
             if state is not None and state.conv is not None:
@@ -217,11 +227,12 @@ class DeltaLayer(nn.Module):
             initial = initial.float()  # float64 of a layer that was made narrower since
         if packing is not None:
             initial = packing.states(initial)
+        gate, beta, A_log, dt_bias = self._for_parts(gate, beta)
         recurrence = type(self).fused_recurrent if decoding or self.mode == 'fused_recurrent' else type(self).chunk
         o, final = recurrence(
             q.view(batch, length, self.num_heads, self.head_k_dim),
             k.view(batch, length, self.num_heads, self.head_k_dim),
-            v.view(batch, length, self.num_v_heads, self.head_v_dim),
+            v.view(batch, length, self.num_v_heads * self._parts, self.head_v_dim // self._parts),
             g=gate,
             beta=beta,
             initial_state=initial,
@@ -231,17 +242,30 @@ class DeltaLayer(nn.Module):
             use_beta_sigmoid_in_kernel=True,
             allow_neg_eigval=self.allow_neg_eigval,
             cu_seqlens=cu_seqlens,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
+            A_log=A_log,
+            dt_bias=dt_bias,
         )
+        o = o.view(batch, length, self.num_v_heads, self.head_v_dim)
         output_gate = self.output_gate(x)
         o = self.o_norm(o) if output_gate is None else self.o_norm(o, output_gate.view(o.shape))
         out: torch.Tensor = self.o_proj(o.reshape(batch, length, self.value_dim))
         if state is not None and packing is not None:
             final, conv = packing.of_rows(final), conv and tuple(packing.of_rows(after) for after in conv)
         if state is not None:
-            state.conv, state.recurrent = conv, final
+            state.conv, state.recurrent, state.torn = conv, final, False
         return out if padding is None else out.masked_fill(padding, 0.0)
+
+    def _for_parts(self, gate: torch.Tensor, beta: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gate and beta `[B, T, HV, ...]`, A_log and dt_bias, of each part of a head of v."""
+        given = gate, beta, self.A_log, self.dt_bias
+        if self._parts == 1:
+            return given
+        dt_bias = self.dt_bias.view(self.num_v_heads, -1).repeat_interleave(self._parts, 0).flatten()
+        return (
+            *(x.repeat_interleave(self._parts, 2) for x in given[:2]),
+            self.A_log.repeat_interleave(self._parts),
+            dt_bias,
+        )
 
 
 def _convolved(

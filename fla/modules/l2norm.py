@@ -7,7 +7,7 @@ import torch
 from fla.modules.checks import check_dims, check_eps, check_floating, require
 from fla.modules.layernorm import fit, norm_on_triton
 from fla.ops.backends import dispatch
-from fla.ops.common.checks import FLOATS, check_given
+from fla.ops.common.checks import check_given, check_output_dtype
 
 
 def _check(x: torch.Tensor, eps: float, output_dtype: torch.dtype | None) -> None:
@@ -17,8 +17,7 @@ def _check(x: torch.Tensor, eps: float, output_dtype: torch.dtype | None) -> Non
     check_floating(x=x)
     check_dims('x', x, 1, '[..., D]')
     check_eps(eps)
-    if output_dtype is not None and output_dtype not in FLOATS:
-        raise TypeError(f'output_dtype must be a floating dtype or None, got {output_dtype}')
+    check_output_dtype(output_dtype)
 
 
 @dispatch('modules', check=_check, default_verifier=norm_on_triton)

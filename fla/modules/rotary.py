@@ -287,7 +287,11 @@ class RotaryEmbedding(nn.Module):
         check_offsets('seqlen_offset', q, seqlen_offset, cu_seqlens)
         check_tensors(q=q, position_ids=position_ids)
         check_shape('position_ids', position_ids, q.shape[:2], '[B, T]')
-        if position_ids is not None and (position_ids.dtype == torch.bool or position_ids.is_complex()):
+        if position_ids is None:
+            return
+        if cu_seqlens is not None or isinstance(seqlen_offset, torch.Tensor) or seqlen_offset != 0:
+            raise ValueError('position_ids says each position: with it, pass no seqlen_offset and no cu_seqlens')
+        if position_ids.dtype == torch.bool or position_ids.is_complex():
             raise TypeError(f'position_ids must be integers or real numbers, got {position_ids.dtype}')
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

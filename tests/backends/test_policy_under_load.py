@@ -17,7 +17,7 @@ pytest.importorskip('pydantic')
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='no fork')
 def test_nothing_is_wrong_lost_doubled_or_stuck(tmp_path):
     script = ROOT / 'benchmarks/policy_under_load.py'
-    command = [sys.executable, str(script), '--seconds', '3', '--rewrites', '6', '--out', str(tmp_path / 'found.json')]
+    command = [sys.executable, str(script), '--seconds', '3', '--rewrites', '6', '--json', str(tmp_path / 'found.json')]
     environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -32,25 +32,18 @@ def without_fla(tmp_path_factory, device):
     out = tmp_path_factory.mktemp('clients') / 'results.pt'
     script = Path(__file__).with_name('models.py')
     environ = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(out), device],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    found = []
+    command, said = [sys.executable, str(script), str(out), device], out.with_suffix('.txt')
+    with said.open('w') as file, subprocess.Popen(command, env=environ, stdout=file, stderr=file) as process:
+        found = []
 
-    def get(name):
-        if not found:
-            output, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, output
-            found.extend(torch.load(out))
-        return [one[name] for one in found]
+        def get(name):
+            if not found:
+                assert process.wait(timeout=300) == 0, said.read_text()
+                found.extend(torch.load(out))
+            return [one[name] for one in found]
 
-    yield get
-    process.kill()
-    process.wait()
+        yield get
+        process.kill()
 
 
 def error(expected, got):

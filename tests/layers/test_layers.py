@@ -25,6 +25,8 @@ LAYERS = {
     'kda conv bias': lambda **kw: KimiDeltaAttention(
         HIDDEN, 1.5, 4, 2, conv_bias=True, allow_neg_eigval=True, layer_idx=0, **kw
     ),
+    # heads of v of 516, in three parts
+    'gdn wide v': lambda **kw: GatedDeltaNet(HIDDEN, 129, 4, 1, 2, layer_idx=0, **kw),
     'attn': lambda **kw: Attention(HIDDEN, 4, 2, layer_idx=0, head_dim=4, **kw),
     'attn window': lambda **kw: Attention(HIDDEN, 3, qkv_bias=True, qk_norm=True, window_size=4, layer_idx=0, **kw),
     'attn nope': lambda **kw: Attention(HIDDEN, 3, 1, rope_theta=None, layer_idx=0, **kw),
@@ -137,6 +139,41 @@ def test_against_the_formula(name):
     assert weights is None
     assert cache is None
     assert error(oracle(name, layer, x), o) < bound(name)
+
+
+def test_wide_heads_of_v_with_decays_of_channels():
+    """In three parts. Weights as the layer draws them: others would make of 516 inputs of the gate very strong ones."""
+    torch.manual_seed(0)
+    layer, x = KimiDeltaAttention(HIDDEN, 129, 4, 1, 2, layer_idx=0).double(), hidden(2, 9).requires_grad_()
+    expected = oracle('kda', layer, x)
+    o, weights = layer(x)[0], hidden(2, 9, seed=5)
+    assert error(expected, o) < bound('kda')
+    (got,), (wanted,) = (torch.autograd.grad((one * weights).sum(), x) for one in (o, expected))
+    assert error(wanted, got) < bounds.of_gradient(bound('kda'))
+    with torch.no_grad():
+        cache = Cache()
+        pieces = [layer(part, past_key_values=cache)[0] for part in x.split([5, 1, 3], 1)]
+    assert cache[0].recurrent.shape == (2, 6, 4, 172)
+    assert error(expected, torch.cat(pieces, 1)) < bound('kda')
+
+
+@pytest.mark.parametrize('kind', [GatedDeltaNet, KimiDeltaAttention, Attention], ids=lambda kind: kind.__name__)
+def test_defaults(kind):
+    """What a class is made with, when nothing is said, runs."""
+    layer = kind()
+    with torch.no_grad():
+        o = layer(torch.randn(1, 3, 2048))[0]
+    assert o.shape == (1, 3, 2048)
+    assert o.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    'make_layer',
+    [lambda: GatedDeltaNet(64, head_dim=257), lambda: Attention(514, 2), lambda: KimiDeltaAttention(64, head_dim=512)],
+)
+def test_heads_that_no_kernel_takes(make_layer):
+    with pytest.raises(ValueError, match='head_dim must be at most 256, got'):
+        make_layer()
 
 
 @pytest.mark.parametrize('name', RECURRENT)

@@ -71,6 +71,20 @@ def test_against_the_formula(dtype, packed, width):
 
 
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
+def test_narrow_gradients_are_rounded_once(packed):
+    """And not after each tap."""
+    x, weight = tensor(1, 64, 32, dtype=torch.bfloat16).requires_grad_(), tensor(32, 4, dtype=torch.bfloat16)
+    options = {'cu_seqlens': torch.tensor([0, 64])} if packed else {}
+    y, _ = causal_conv1d(x, weight, **options)
+    do = tensor(*y.shape, dtype=torch.bfloat16)
+    (dx,) = torch.autograd.grad(y, x, do)
+    wide = x.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(oracle(wide, weight.double())[0], wide, do.double())
+    rounded = bounds.relative_rms(exact, exact.bfloat16().double())
+    assert bounds.relative_rms(exact, dx) < 1.05 * rounded
+
+
+@pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 @pytest.mark.parametrize('length', [0, 1, 3, 5])
 def test_without_a_state_and_shorter_than_the_filter(packed, length):
     x, weight = tensor(1, length, 3), tensor(3, 4)

@@ -157,6 +157,13 @@ ROW = {'q': (1, 5, 4, 8), 'k': (1, 5, 2, 8)}
         ),
         ({'position_ids': torch.ones(2, 5).bool()}, TypeError, 'position_ids must be integers or real numbers'),
         ({'position_ids': [[0] * 5] * 2}, TypeError, "'position_ids' must be a tensor"),
+        (
+            {'position_ids': torch.ones(2, 5), 'seqlen_offset': 1},
+            ValueError,
+            'position_ids says each position: with it, pass no',
+        ),
+        ({'position_ids': torch.ones(1, 5), 'cu_seqlens': torch.tensor([0, 5]), **ROW}, ValueError, 'position_ids says'),
+        ({'position_ids': torch.ones(2, 5), 'seqlen_offset': torch.zeros(2).int()}, ValueError, 'position_ids says'),
         ({'q': (8,)}, ValueError, r'q must be \[B, T, H, D\], got shape \[8\]'),
         ({'k': (2, 5, 8)}, ValueError, r'k must be \[B, T, H, D\], got shape \[2, 5, 8\]'),
         ({'k': (2, 5, 2, 6)}, ValueError, 'k must have D of at least dim = 8'),

@@ -89,6 +89,7 @@ def test_what_is_a_new_kind_of_step():
         kind_of_step(q, q, g.half(), g, None, True),
         kind_of_step(q, q, g, g.half(), None, True),
         kind_of_step(q, q, g, g, q, True),
+        kind_of_step(q, q, g, g, q.half(), True),
         kind_of_step(q, q, g, g, None, False),
     ]
     assert len({one, *others}) == 1 + len(others)

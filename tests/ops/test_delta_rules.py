@@ -159,6 +159,32 @@ def test_gates_of_values_where_lengths_cannot_be_read(how):
     torch.testing.assert_close(*gradients)
 
 
+def test_narrow_gates_are_added_wide():
+    """A small gate of a channel beside a larger one of its head: their sum in bfloat16 would be the latter."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 64, 2, 8).bfloat16() for _ in range(3))
+    beta = torch.rand(1, 64, 2).bfloat16()
+    g, gk = torch.full((1, 64, 2), -0.0625).bfloat16(), torch.full((1, 64, 2, 8), -2e-4).bfloat16()
+    state = torch.randn(1, 2, 8, 8)
+    given = {'initial_state': state, 'output_final_state': True}
+    o, final = fused_recurrent_gated_delta_rule(q, k, v, g, gk, beta=beta, **given)
+    wide = [x.double() for x in (q, k, v, beta)]
+    exact = naive_recurrent_gated_delta_rule(*wide, g.double()[..., None] + gk.double(), None, state.double(), True)
+    assert bounds.relative_rms(exact[1], final) < bounds.of_reference(torch.float32)[0]
+    assert bounds.relative_rms(exact[0], o) < bounds.of_reference(torch.bfloat16)[0]
+
+
+@pytest.mark.parametrize('lens', [None, torch.tensor([0])], ids=['no rows', 'no sequences'])
+@pytest.mark.parametrize('naive', [naive_recurrent_gated_delta_rule, naive_recurrent_kda], ids=lambda one: one.__name__)
+def test_the_definition_of_nothing(naive, lens):
+    batch = 0 if lens is None else 1
+    q, v, gates = torch.zeros(batch, 0, 2, 4), torch.zeros(batch, 0, 2, 3), torch.zeros(batch, 0, 2)
+    g = gates if 'gated' in naive.__name__ else q
+    given = {'q': q, 'k': q, 'v': v, 'g': g, 'beta': gates, 'output_final_state': True, 'cu_seqlens': lens}
+    o, final = naive(**given)
+    assert (o.shape, final.shape) == (v.shape, (0, 2, 4, 3))
+
+
 @pytest.mark.parametrize('T', [1, 20])
 def test_recurrent_without_gate_and_beta(T):
     given = case(fused_recurrent_gated_delta_rule, T=T, dtype=FP64)

@@ -460,3 +460,11 @@ def test_scale_of_either_kind(function, scale):
     given = case(function, T=3)
     o, _ = given.call(function, scale=scale)
     torch.testing.assert_close(o * 2, given.call(function, scale=2.0 * scale)[0])
+
+
+def test_no_kernel_is_compiled_for_a_scale():
+    gdn = pytest.importorskip('fla.ops.gated_delta_rule.kernels.launch', exc_type=ImportError).Options
+    kda = pytest.importorskip('fla.ops.kda.kernels.launch', exc_type=ImportError).Settings
+    for kind, flag in ((gdn, 'state_v_first'), (kda, 'v_first')):
+        assert len({kind(0.5), kind(0.25), kind(0.5, **{flag: True})}) == 2
+    assert kda(0.5, gate=True, lower_bound=-5.0) != kda(0.5, gate=True)

@@ -94,6 +94,12 @@ def check_64_bits(name: str, value: object) -> None:
         raise ValueError(f'{name} must be within 64 bits, got a number of {value.bit_length()}')
 
 
+def check_output_dtype(dtype: object) -> None:
+    """Of a floating result, or None."""
+    if dtype is not None and dtype not in FLOATS:
+        raise TypeError(f'output_dtype must be float16, bfloat16, float32, float64 or None, got {dtype!r}')
+
+
 def check_given(**tensors: torch.Tensor | None) -> None:
     """Arguments that must be there, and are dense if they are tensors."""
     for name, tensor in tensors.items():

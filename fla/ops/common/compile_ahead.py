@@ -88,7 +88,7 @@ def kind_of_step(
 ) -> tuple[Hashable, ...]:
     """What the kernels of a delta rule are compiled for: sizes of a step, dtypes, and of the other arguments which tensors
     are given, and their values if they are no tensors."""
-    given = [True if isinstance(one, torch.Tensor) else one for one in options]
+    given = [one.dtype if isinstance(one, torch.Tensor) else one for one in options]
     return (q.dtype, q.device, q.shape[2:], v.shape[2:], g.dtype, beta.dtype, *given)
 
 

@@ -66,5 +66,7 @@ def delta_rule_steps(
             out.append(scale * torch.einsum('hkv,hk->hv', state, q[row, t]))
         outs.append(torch.stack(out) if out else v[row, :0])
         states.append(state)
+    if not spans:
+        return v, v.new_zeros(0, v.shape[2], q.shape[3], v.shape[3])
     o = torch.stack(outs) if cu_seqlens is None else torch.cat(outs)[None]
     return o, torch.stack(states)

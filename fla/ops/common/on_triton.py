@@ -25,6 +25,13 @@ class ChunksOnTriton(DeltaRuleOnTriton):
         return missing is None, missing
 
 
+def chunks_of_64(chunk_size: int | None) -> Verdict:
+    """A verdict on `chunk_*` of that argument."""
+    if chunk_size not in (None, 64):
+        return False, 'the Triton kernels work in chunks of 64'
+    return True, None
+
+
 def _missing(capability: tuple[int, int] | None) -> str | None:
     version = triton_version()
     if (capability or (0, 0))[0] == 10 and version < (3, 9):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
@@ -83,23 +85,52 @@ def _imported(needs: Sequence[str]) -> Iterator[None]:
     """With `needs` imported. What their package logs meanwhile, and warns of on import, is held back, and said if all ends
     well: else another backend serves, and the exception says why."""
     logger = logging.getLogger(needs[0].partition(':')[0].partition('.')[0] if needs else __name__)
-    kept, propagate = _Kept(), logger.propagate
+    kept = _Kept()
     logger.addHandler(kept)
-    logger.propagate = False
+    propagate = _hold_back(logger, 1)
     try:
         # not around the call, which may compile for minutes: it holds for all threads
-        with warnings.catch_warnings(record=True) as warned, torch.inference_mode(False):  # for tensors that it keeps
+        with _lock, warnings.catch_warnings(record=True) as warned, torch.inference_mode(False):  # for tensors that it keeps
             for path in needs:
                 _import(path)
         yield
     finally:
+        _hold_back(logger, -1)
         logger.removeHandler(kept)
-        logger.propagate = propagate
     if propagate and logger.parent is not None:
         for record in kept.records:
             logger.parent.handle(record)
     for one in warned:
         warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+
+# Of process-wide settings, which threads that probe at once would otherwise put back in the wrong order.
+_lock = threading.RLock()
+# Name of a logger: how many hold it back, and whether it hands on what it is given.
+_held_back: dict[str, tuple[int, bool]] = {}
+
+
+def _hold_back(logger: logging.Logger, by: int) -> bool:
+    """One more or one fewer holds a logger back. Returns whether it hands on what it is given where nobody does."""
+    with _lock:
+        count, propagate = _held_back.pop(logger.name, (0, logger.propagate))
+        if count + by:
+            _held_back[logger.name] = count + by, propagate
+        logger.propagate = propagate and not count + by
+    return propagate
+
+
+def _clean_up_child() -> None:
+    """Of what threads were at that a fork left behind."""
+    global _lock
+    _lock = threading.RLock()
+    for name, (_, propagate) in _held_back.items():
+        logging.getLogger(name).propagate = propagate
+    _held_back.clear()
+
+
+if hasattr(os, 'register_at_fork'):
+    os.register_at_fork(after_in_child=_clean_up_child)
 
 
 def _import(path: str) -> None:

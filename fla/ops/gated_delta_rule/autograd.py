@@ -193,6 +193,12 @@ def fused_recurrent(
         require_triton('fused_recurrent_gated_delta_rule', q)
     given = (q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        if gk is not None or gv is not None:
+            # with dispatch off nobody has asked the verifier
+            raise RuntimeError(
+                'fused_recurrent_gated_delta_rule: gk and gv have no gradient in Triton: leave backends on, so that the '
+                'reference serves the call, or make it under torch.no_grad()'
+            )
         return chunk(
             q,
             k,

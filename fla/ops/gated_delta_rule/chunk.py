@@ -5,17 +5,11 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import dispatch
-from fla.ops.common.on_triton import ChunksOnTriton
+from fla.ops.common.on_triton import ChunksOnTriton, chunks_of_64
 from fla.ops.gated_delta_rule.checks import check_chunk
 
 
-def _triton_chunks(chunk_size: int | None) -> tuple[bool, str | None]:
-    if chunk_size not in (None, 64):
-        return False, 'the Triton kernels work in chunks of 64'
-    return True, None
-
-
-@dispatch('gated_delta_rule', check=check_chunk, default_verifier=(ChunksOnTriton, _triton_chunks))
+@dispatch('gated_delta_rule', check=check_chunk, default_verifier=(ChunksOnTriton, chunks_of_64))
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -60,7 +54,8 @@ def chunk_gated_delta_rule(
         chunk_size: 16, 32 or 64 steps; None: the backend's own.
 
     Returns:
-        o `[B, T, HV, V]` in v's dtype, contiguous, and the final state in float32 (laid out like the initial one) or None.
+        o `[B, T, HV, V]` in v's dtype, contiguous, and the final state in float32, of float64 inputs in float64 (laid out
+        like the initial one), or None.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, before any backend is asked.

@@ -61,7 +61,8 @@ def fused_recurrent_gated_delta_rule(
         beta: `[B, T, HV]`, or None for 1.
 
     Returns:
-        o `[B, T, HV, V]` in v's dtype, contiguous, and the final state in float32 (laid out like the initial one) or None.
+        o `[B, T, HV, V]` in v's dtype, contiguous, and the final state in float32, of float64 inputs in float64 (laid out
+        like the initial one), or None.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, before any backend is asked.

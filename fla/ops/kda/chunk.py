@@ -5,17 +5,11 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import dispatch
-from fla.ops.common.on_triton import ChunksOnTriton
+from fla.ops.common.on_triton import ChunksOnTriton, chunks_of_64
 from fla.ops.kda.checks import check_chunk
 
 
-def _triton_chunks(chunk_size: int | None) -> tuple[bool, str | None]:
-    if chunk_size not in (None, 64):
-        return False, 'the Triton kernels work in chunks of 64'
-    return True, None
-
-
-@dispatch('kda', check=check_chunk, default_verifier=(ChunksOnTriton, _triton_chunks))
+@dispatch('kda', check=check_chunk, default_verifier=(ChunksOnTriton, chunks_of_64))
 def chunk_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -66,7 +60,8 @@ def chunk_kda(
         chunk_size: 32 or 64 steps; None: the backend's own.
 
     Returns:
-        o `[B, T, HV, V]` in v's dtype, contiguous, and the final state in float32 (laid out like the initial one) or None;
+        o `[B, T, HV, V]` in v's dtype, contiguous, and the final state in float32, of float64 inputs in float64 (laid out
+        like the initial one), or None;
         with `return_intermediate_states` also h `[B, chunks, HV, K, V]` (or `[…, V, K]`) in float32.
 
     Raises:

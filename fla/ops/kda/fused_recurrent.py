@@ -50,7 +50,8 @@ def fused_recurrent_kda(
         As for `chunk_kda`.
 
     Returns:
-        o `[B, T, HV, V]` in v's dtype, contiguous, and the final state in float32 (laid out like the initial one) or None.
+        o `[B, T, HV, V]` in v's dtype, contiguous, and the final state in float32, of float64 inputs in float64 (laid out
+        like the initial one), or None.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, before any backend is asked.

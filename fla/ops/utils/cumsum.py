@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.common.checks import check_scale
+from fla.ops.common.checks import check_output_dtype, check_scale
 from fla.ops.common.gates import wide
 from fla.ops.utils.chunks import check_steps, join, split
 from fla.ops.utils.index import check_chunk_size, prepare_lens
@@ -40,6 +40,7 @@ def chunk_local_cumsum(
         TypeError, ValueError: for arguments that do not fit.
     """
     check_steps('g', g, (3, 4), _STEPS, cu_seqlens, chunk_indices)
+    check_output_dtype(output_dtype)
     check_chunk_size(chunk_size)
     check_scale(scale)
     sums = _summed(split(wide(g), chunk_size, cu_seqlens), 2, reverse)
@@ -69,6 +70,7 @@ def chunk_global_cumsum(
         TypeError, ValueError: for arguments that do not fit.
     """
     check_steps('s', s, (3, 4), _STEPS, cu_seqlens)
+    check_output_dtype(output_dtype)
     check_scale(scale)
     parts = [wide(s)] if cu_seqlens is None else torch.split(wide(s), prepare_lens(cu_seqlens).tolist(), 1)
     sums = torch.cat([_summed(part, 1, reverse) for part in parts], 1) if parts else wide(s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fla.ops.common.checks import check_output_dtype
 from fla.ops.common.gates import wide
 from fla.ops.utils.chunks import check_steps, join, split
 
@@ -31,6 +32,7 @@ def solve_tril(
         TypeError, ValueError: for arguments that do not fit.
     """
     check_steps('A', A, (4,), '[B, T, H, C]', cu_seqlens, chunk_indices)
+    check_output_dtype(output_dtype)
     size = A.shape[3]
     if not size:
         raise ValueError(f'A must have chunks of at least one step, got shape {list(A.shape)}')

@@ -35,3 +35,6 @@ def test_gates_of_channels_in_decoding(extra):
         assert torch.equal(call(fused_recurrent_gated_delta_rule, given)[0], found[0])
     with pytest.raises(NoBackendError, match='no gradient in Triton'):
         call(fused_recurrent_gated_delta_rule, given)
+    # nor where dispatch is off, and no verifier is asked
+    with pytest.raises(RuntimeError, match='gk and gv have no gradient in Triton: leave backends on'):
+        given.call(fused_recurrent_gated_delta_rule.__wrapped__)

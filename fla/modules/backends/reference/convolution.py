@@ -25,13 +25,14 @@ class ReferenceConvolution:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         width = weight.shape[1]
         before = None if initial_state is None else initial_state.transpose(1, 2)
+        # x is wide before it is cut, so that its gradients are added there
         if cu_seqlens is None:
             history = x.new_zeros(x.shape[0], width, x.shape[2]) if before is None else before
-            inputs = torch.cat([history, x], 1)
+            inputs = torch.cat([history, wide(x)], 1)
             taps = [inputs[:, 1 + w : 1 + w + x.shape[1]] for w in range(width)]
             final = inputs[:, x.shape[1] :]
         else:
-            taps, final = _packed_taps(x, before, cu_seqlens, width)
+            taps, final = _packed_taps(wide(x), before, cu_seqlens, width)
         y = _filter(taps, weight, bias, activation)
         y = (y if residual is None else y + wide(residual)).to(x.dtype)
         if not output_final_state:

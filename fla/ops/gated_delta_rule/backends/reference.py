@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import BaseBackend
-from fla.ops.common.gates import beta_sigmoid, gdn_gate, l2norms
+from fla.ops.common.gates import beta_sigmoid, gdn_gate, l2norms, wide
 from fla.ops.common.reference import delta_rule
 
 
@@ -72,7 +72,7 @@ class GatedDeltaRuleReference(BaseBackend):
         if use_gate_in_kernel and g is not None and A_log is not None:
             g = gdn_gate(g, A_log, dt_bias)
         if gk is not None:
-            g = gk if g is None else gk + g[..., None]
+            g = gk if g is None else wide(gk) + wide(g)[..., None]
         if beta is None:
             beta = torch.ones_like(v[..., 0])
         elif use_beta_sigmoid_in_kernel:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +32,10 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Options:
-    """What a call asks for beside its tensors; by the names of `chunk_gated_delta_rule`."""
+    """What a call asks for beside its tensors; by the names of `chunk_gated_delta_rule`. Two that differ in their scale are
+    equal: kernels are not compiled for it."""
 
-    scale: float
+    scale: float = field(compare=False)
     use_qk_l2norm_in_kernel: bool = False
     use_gate_in_kernel: bool = False
     use_beta_sigmoid_in_kernel: bool = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ FURTHEST = 60.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What a call says besides its tensors.
+    """What a call says besides its tensors. Two that differ in their scale are equal: kernels are not compiled for it.
 
     Attributes:
         scale: of q.
@@ -46,7 +46,7 @@ class Settings:
         v_first: states are `[N, HV, V, K]`.
     """
 
-    scale: float
+    scale: float = field(compare=False)
     normalise: bool = False
     gate: bool = False
     lower_bound: float | None = None

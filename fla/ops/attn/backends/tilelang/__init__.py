@@ -18,9 +18,9 @@ class AttentionTileLang(BaseBackend):
     normaliser. bfloat16 or float16, K = V of 64 or 128, packed sequences, a window, more keys than queries; no decays, no
     sinks. q, k and v are copied where they are not contiguous.
 
-    On an H200 its results are as right as the default's. Its forward took 5 to 16 % longer there than the default's (a
-    single step 61 %), but for a window of 512, where it took 7 % less; with the backward up to 3 % longer (9 %), and 1 %
-    less. So it is off unless asked for.
+    On an H200 its results are as right as the default's. Its forward took 5 to 15 % longer there than the default's (a
+    single step 49 and 60 %), but for a window of 512, where it took 6 % less; with the backward up to 2 % longer (a step 9
+    and 14 %), and for the window 1 % less. So it is off unless asked for.
     """
 
     backend_type = 'tilelang'

@@ -17,8 +17,8 @@ DIMS = (64, 128)
 
 class KDATileLang(BaseBackend):
     """`chunk_kda` for training on Hopper: what its backward computes within chunks is one TileLang kernel, the rest is that
-    of the Triton default. bfloat16 or float16, K and V of 64 or 128, every argument of a call with gradients. Without them
-    there is nothing of TileLang in it, and it stands back.
+    of the Triton default. bfloat16 or float16, K and V of 64 or 128, every argument of a call with gradients. With gradients
+    switched off there is nothing of TileLang in it, and it stands back.
 
     Off unless asked for, because it is right but slow: on an H200 (torch 2.11, Triton 3.6, TileLang 0.1.15) its errors in
     fourteen cases are those that the default had when it, too, rounded beta and the gradients of scores, and at
