@@ -114,7 +114,10 @@ class Cache:
             raise ValueError(f'{name} must be [M], got shape {list(indices.shape)}')
         if indices.dtype not in (torch.int32, torch.int64):
             raise TypeError(f'{name} must be int32 or int64, got {indices.dtype}')
-        held = [x.shape[0] for state in self.layers.values() for x in state.tensors()]
+        tensors = [x for state in self.layers.values() for x in state.tensors()]
+        if indices.is_meta and not all(x.is_meta for x in tensors):
+            raise ValueError(f'{name} must have values, got a tensor on meta')
+        held = [x.shape[0] for x in tensors]
         if held and indices.numel() and readable(indices):
             least, most = (int(x) for x in indices.aminmax())
             if least < 0 or most >= min(held):

@@ -6,7 +6,7 @@ import torch
 
 from fla.modules.checks import check_floating
 from fla.ops.backends import check_tensors
-from fla.ops.common.checks import check_cu_seqlens, check_dense, check_given
+from fla.ops.common.checks import check_cu_seqlens, check_dense, check_given, readable
 
 
 def check_hidden(
@@ -32,4 +32,9 @@ def check_hidden(
         raise ValueError(
             f'attention_mask must be [B, S], 1 for steps and 0 for padding, with B = {batch} and S at least T = {length}, '
             f'got {list(attention_mask.shape)}'
+        )
+    if attention_mask.is_floating_point() and readable(attention_mask) and bool((attention_mask < 0).any()):
+        raise ValueError(
+            'attention_mask must be 1 for steps and 0 for padding, got negative numbers: one that is added to scores, with '
+            '-inf for padding, is attention_mask == 0'
         )

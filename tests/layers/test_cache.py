@@ -56,6 +56,7 @@ def test_a_copy_goes_on_in_the_same_graph(name):
         ([1, 0], TypeError, "'beam_idx' must be a tensor, got list"),
         (None, TypeError, "'beam_idx' must be a tensor, got None"),
         (torch.tensor([True, False]), TypeError, 'beam_idx must be int32 or int64, got torch.bool'),
+        (torch.tensor([1, 0], device='meta'), ValueError, 'beam_idx must have values, got a tensor on meta'),
         (torch.tensor([[1, 0]]), ValueError, r'beam_idx must be \[M\], got shape \[1, 2\]'),
         (torch.tensor([0, 2]), ValueError, r'beam_idx must be in \[0, 2\), the number of sequences, got 0 to 2'),
         (torch.tensor([-1]), ValueError, r'beam_idx must be in \[0, 2\), the number of sequences, got -1 to -1'),

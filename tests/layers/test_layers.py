@@ -589,6 +589,11 @@ def test_layers_of_a_model_share_a_cache():
         (lambda gdn, attn, x: gdn(x, attention_mask=[1]), TypeError, "'attention_mask' must be a tensor"),
         (lambda gdn, attn, x: attn(x, attention_mask=torch.ones(2, 6)), ValueError, 'must have S = 4 columns'),
         (
+            lambda gdn, attn, x: gdn(x, torch.ones(2, 4).log() - torch.inf),
+            ValueError,
+            'got negative numbers: one that is added',
+        ),
+        (
             lambda gdn, attn, x: gdn(x[:1], attention_mask=torch.ones(1, 4), cu_seqlens=torch.tensor([0, 4])),
             ValueError,
             'pass one of them',

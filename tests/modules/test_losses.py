@@ -54,6 +54,20 @@ def test_linear_against_the_definition(dtype, options, reduction):
         assert error(wanted, got) <= bound
 
 
+@pytest.mark.parametrize('row', [[1e20, 0.0], [-3.4e38, -3.4e38], [0.0, 2e19]], ids=str)
+def test_large_logits(row):
+    """Whose square float32 does not hold, and nobody asked for."""
+    logits = torch.tensor([row], requires_grad=True)
+    target = torch.tensor([1])
+    losses, z_losses = cross_entropy_loss(logits, target)
+    exact = logits.detach().double().requires_grad_()
+    expected, _ = oracle(exact, target)
+    assert error(expected, losses) <= bounds.EXACT[torch.float32]
+    assert z_losses.tolist() == [0]
+    (got,), (wanted,) = (torch.autograd.grad(one.sum(), x) for one, x in ((losses, logits), (expected, exact)))
+    torch.testing.assert_close(got.double(), wanted)
+
+
 def test_differentiable_twice():
     target = targets(3, 5, [1])
 

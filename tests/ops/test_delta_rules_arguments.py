@@ -289,6 +289,10 @@ BAD_CHUNKED = {
         ValueError,
         'cu_seqlens_cpu',
     ),
+    **{
+        f'scale is {value}': (lambda x, value=value: {'scale': value}, ValueError, f'scale must be finite, got {value}')
+        for value in (float('inf'), -float('inf'), float('nan'))
+    },
 }
 BAD_KDA = {
     'lower_bound is 0': (lambda x: {**RAW, 'lower_bound': 0.0}, ValueError, 'lower_bound'),

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -238,3 +239,17 @@ def test_operators_keep_the_rules(which):
     given = case(function, T=70, B=2, HV=2, K=16, V=16)
     q, k, v, g, beta, state = (x.requires_grad_() for x in given.tensors.values())
     torch.library.opcheck(chunk.op, (q, k, v, g, beta, None, None, state, None, 0.25, True, *flags))
+
+
+@pytest.mark.parametrize('kind', [int, np.int64, np.float32, np.float16], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
+def test_numbers_of_any_type(function, kind):
+    """Kernels get a Python float: Triton takes no other, and a decode step keeps what it compiled for it."""
+    raw = {} if function in GDN else {'use_gate_in_kernel': True, 'lower_bound': -3.0}
+    given = case(function, T=3, **raw)
+    wanted = call(function, given, scale=2.0)
+    if raw:
+        given.options['lower_bound'] = kind(-3)
+    found = call(function, given, scale=kind(2))
+    for a, b in zip(wanted, found, strict=True):
+        assert torch.equal(a, b)

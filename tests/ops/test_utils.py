@@ -122,6 +122,15 @@ def test_dtypes(dtype):
     assert solve_tril(x, output_dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize('dtype', [torch.int32, torch.int64], ids=str)
+def test_chunks_longer_than_any_sequence(dtype):
+    lens = torch.tensor([0, 5, 5, 9], dtype=dtype)
+    for size in (9, 2**31 - 1, 2**31 + 5, 2**40):
+        assert prepare_chunk_offsets(lens, size).tolist() == [0, 1, 1, 2]
+    x = torch.randn(1, 9, 2)
+    torch.testing.assert_close(chunk_local_cumsum(x, 2**40), x.cumsum(1))
+
+
 X, A4 = torch.zeros(1, 6, 2), torch.zeros(1, 6, 2, 4)
 CU = torch.tensor([0, 2, 6])
 BAD = {
@@ -133,6 +142,17 @@ BAD = {
         lambda: prepare_chunk_indices(CU, 4, CU[:2]),
         ValueError,
         r'cu_seqlens_cpu must be cu_seqlens \[3\] on the CPU, got \[2\] on cpu',
+    ),
+    'falling lengths': (
+        lambda: prepare_lens(torch.tensor([0, 5, 3])),
+        ValueError,
+        'cu_seqlens must not decrease: entry 1 is 5',
+    ),
+    'lengths that begin late': (lambda: prepare_chunk_offsets(CU + 1, 2), ValueError, 'cu_seqlens must start at 0, got 1'),
+    'another copy': (
+        lambda: prepare_chunk_indices(CU, 4, torch.tensor([0, 3, 6])),
+        ValueError,
+        'cu_seqlens_cpu must be a copy of cu_seqlens',
     ),
     'chunks of nothing': (lambda: prepare_chunk_offsets(CU, 0), ValueError, 'chunk_size must be at least 1, got 0'),
     'half chunks': (lambda: prepare_chunk_indices(CU, 1.5), TypeError, 'chunk_size must be an int, got float'),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from fla.ops.backends import check_tensors
@@ -45,7 +43,7 @@ def _are_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
             and heads % groups == 0
             and kept >= length
         )
-    except (AttributeError, ValueError, RuntimeError):  # the last of nested tensors, which have no shape
+    except (AttributeError, ValueError, TypeError, RuntimeError):  # the last of nested tensors, which have no shape
         return False
 
 
@@ -63,9 +61,6 @@ def check_parallel(
 ) -> None:
     """See `parallel_attn`."""
     check_scale(scale)
-    if scale is not None and not -math.inf < scale < math.inf:
-        # kernels differ in where NaN comes of it, and some make zeros
-        raise ValueError(f'scale must be finite, got {scale}')
     if cu_seqlens is g is chunk_indices is sink_bias is None and _are_plain(q, k, v):
         return check_window(window_size)
     check_given(q=q, k=k, v=v)

@@ -81,11 +81,21 @@ def is_number(value: object) -> bool:
     return isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt))
 
 
+def is_plain_scale(scale: object) -> bool:
+    """Whether it is what most are: a finite float."""
+    return type(scale) is float and -math.inf < scale < math.inf
+
+
 def check_scale(scale: object) -> None:
-    """A number, or None for 1 / sqrt(K)."""
-    if scale is not None and not is_number(scale):
+    """A finite number, or None for 1 / sqrt(K)."""
+    if scale is None:
+        return
+    if not is_number(scale):
         raise TypeError(f'scale must be a number or None, got {type(scale).__name__}')
     check_64_bits('scale', scale)
+    if not -math.inf < scale < math.inf:  # type: ignore[operator]
+        # kernels differ in where NaN comes of it, and some make zeros
+        raise ValueError(f'scale must be finite, got {scale}')
 
 
 def check_64_bits(name: str, value: object) -> None:
@@ -195,7 +205,7 @@ def check_cu_seqlens(
         if lens is not None and (check_values or readable(lens)):
             _check_lens(name, lens, int(q.shape[1]))
     if cu_seqlens_cpu is not None and readable(cu_seqlens_cpu) and (check_values or readable(cu_seqlens)):
-        _check_same(cu_seqlens, cu_seqlens_cpu)
+        check_same(cu_seqlens, cu_seqlens_cpu)
     return cu_seqlens.shape[0] - 1
 
 
@@ -206,7 +216,8 @@ def readable(lens: torch.Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(lens)
 
 
-def _check_same(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor) -> None:
+def check_same(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor) -> None:
+    """One is a copy of the other; both are `readable`."""
     there, here = cu_seqlens.tolist(), cu_seqlens_cpu.tolist()
     if there != here:
         raise ValueError(f'cu_seqlens_cpu must be a copy of cu_seqlens: that is {there}, cu_seqlens_cpu is {here}')
@@ -216,6 +227,13 @@ def _check_lens(name: str, lens: torch.Tensor, length: int) -> None:
     values = lens.tolist()
     if values[0] != 0 or values[-1] != length:
         raise ValueError(f'{name} must start at 0 and end at T = {length}, got {values[0]} … {values[-1]}')
+    check_rising(name, values)
+
+
+def check_rising(name: str, values: Sequence[int]) -> None:
+    """They begin with 0, and none is below the one before."""
+    if values[0] != 0:
+        raise ValueError(f'{name} must start at 0, got {values[0]}')
     for i, (start, end) in enumerate(itertools.pairwise(values)):
         if end < start:
             raise ValueError(f'{name} must not decrease: entry {i} is {start}, entry {i + 1} is {end}')
@@ -254,19 +272,46 @@ def check_gate_parameters(
     if A_log is None and lower_bound is None:
         also = ' (or lower_bound)' if per_channel else ''
         raise ValueError(f'use_gate_in_kernel=True needs A_log [HV] = [{heads}]{also}')
+    check_parameters(heads, q.shape[3] if per_channel else None, A_log, dt_bias)
+    for name, value in (('A_log', A_log), ('dt_bias', dt_bias)):
+        if value is not None:
+            check_companion(name, value, q)
+
+
+def check_raw_gate(
+    g: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    lower_bound: float | None = None,
+    *,
+    per_channel: bool,
+) -> None:
+    """Of the gates by themselves: g `[..., HV]` or `[..., HV, K]`, the rest as the operations take it, of any dtype."""
+    check_given(g=g)
+    check_tensors(g=g, A_log=A_log, dt_bias=dt_bias)
+    least, meaning = (2, '[..., HV, K]') if per_channel else (1, '[..., HV]')
+    if g.dim() < least:
+        raise ValueError(f'g must be {meaning}, got shape {list(g.shape)}')
+    if g.dtype not in FLOATS:
+        raise TypeError(f'g must be float16, bfloat16, float32 or float64, got {g.dtype}')
+    check_lower_bound(False, True, lower_bound)
+    heads = g.shape[-least]
+    if A_log is None and lower_bound is None:
+        raise ValueError(f'A_log must be [HV] = [{heads}]' + (', or lower_bound be given' if per_channel else ''))
+    check_parameters(heads, g.shape[-1] if per_channel else None, A_log, dt_bias)
+
+
+def check_parameters(
+    heads: int | torch.SymInt, channels: int | torch.SymInt | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None
+) -> None:
+    """`A_log` `[HV]` and `dt_bias` `[HV]` or, of each channel, `[HV * K]`."""
     check_dense('A_log', A_log)
     check_dense('dt_bias', dt_bias)
-    if A_log is not None:
-        if A_log.numel() != heads:
-            raise ValueError(f'A_log must have HV = {heads} elements, got shape {list(A_log.shape)}')
-        check_companion('A_log', A_log, q)
-    if dt_bias is not None:
-        size = heads * q.shape[3] if per_channel else heads
-        if dt_bias.numel() != size:
-            raise ValueError(
-                f'dt_bias must have {"HV * K" if per_channel else "HV"} = {size} elements, got shape {list(dt_bias.shape)}'
-            )
-        check_companion('dt_bias', dt_bias, q)
+    if A_log is not None and A_log.numel() != heads:
+        raise ValueError(f'A_log must have HV = {heads} elements, got shape {list(A_log.shape)}')
+    size, meaning = (heads, 'HV') if channels is None else (heads * channels, 'HV * K')
+    if dt_bias is not None and dt_bias.numel() != size:
+        raise ValueError(f'dt_bias must have {meaning} = {size} elements, got shape {list(dt_bias.shape)}')
 
 
 def check_plain_gates(

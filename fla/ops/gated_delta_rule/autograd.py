@@ -154,7 +154,7 @@ def chunk(
         dt_bias,
         initial_state,
         cu_seqlens,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
         output_final_state,
         use_qk_l2norm_in_kernel,
         use_gate_in_kernel,

@@ -17,6 +17,7 @@ from fla.ops.common.checks import (
     check_qkv,
     check_scale,
     check_state,
+    is_plain_scale,
 )
 
 
@@ -43,7 +44,7 @@ def check_chunk(
     plain = cu_seqlens is cu_seqlens_cpu is chunk_indices is None and cp_context is None and chunk_size is None
     if (
         plain
-        and (scale is None or type(scale) is float)
+        and (scale is None or is_plain_scale(scale))
         and not check_values
         and are_plain(q, k, v, g, beta, initial_state, state_v_first, False)
     ):
@@ -85,7 +86,7 @@ def check_fused_recurrent(
     plain = gk is gv is cu_seqlens is None
     if (
         plain
-        and (scale is None or type(scale) is float)
+        and (scale is None or is_plain_scale(scale))
         and g is not None
         and beta is not None
         and not check_values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fla.ops.common.checks import check_output_dtype, check_raw_gate
 from fla.ops.common.gates import gdn_gate
 
 
@@ -13,7 +14,11 @@ def naive_gdn_gate(g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor |
     Args:
         g: raw gate `[..., HV]`.
         A_log, dt_bias: `[HV]`.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
     """
+    check_raw_gate(g, A_log, dt_bias, per_channel=False)
     return gdn_gate(g, A_log, dt_bias)
 
 
@@ -24,4 +29,6 @@ def fused_gdn_gate(
     output_dtype: torch.dtype | None = torch.float32,
 ) -> torch.Tensor:
     """`naive_gdn_gate` in `output_dtype` (None: the dtype of g). `use_gate_in_kernel=True` saves this pass altogether."""
+    check_raw_gate(g, A_log, dt_bias, per_channel=False)
+    check_output_dtype(output_dtype)
     return gdn_gate(g, A_log, dt_bias).to(output_dtype or g.dtype)

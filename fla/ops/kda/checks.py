@@ -18,6 +18,7 @@ from fla.ops.common.checks import (
     check_qkv,
     check_scale,
     check_state,
+    is_plain_scale,
 )
 
 
@@ -44,7 +45,7 @@ def check_chunk(
 ) -> None:
     """See `chunk_kda`."""
     plain = cu_seqlens is cu_seqlens_cpu is None and cp_context is None and lower_bound is None and chunk_size is None
-    plain = plain and (scale is None or type(scale) is float)
+    plain = plain and (scale is None or is_plain_scale(scale))
     if (
         plain
         and not ((safe_gate and use_gate_in_kernel) or return_intermediate_states or check_values)
@@ -80,7 +81,7 @@ def check_fused_recurrent(
     check_values: bool,
 ) -> None:
     """See `fused_recurrent_kda`."""
-    plain = cu_seqlens is None and lower_bound is None and (scale is None or type(scale) is float)
+    plain = cu_seqlens is None and lower_bound is None and (scale is None or is_plain_scale(scale))
     if plain and not check_values and are_plain(q, k, v, g, beta, initial_state, state_v_first, True):
         return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=True)
     check_scale(scale)

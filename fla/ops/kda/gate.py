@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fla.ops.common.checks import check_output_dtype, check_raw_gate
 from fla.ops.common.gates import kda_gate
 
 
@@ -13,14 +14,20 @@ def naive_kda_gate(g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor |
     Args:
         g: raw gate `[..., HV, K]`.
         A_log: `[HV]`. dt_bias: `[HV * K]`.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
     """
+    check_raw_gate(g, A_log, dt_bias, per_channel=True)
     return kda_gate(g, A_log, dt_bias)
 
 
 def naive_kda_lowerbound_gate(
     g: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None = None, lower_bound: float = -5.0
 ) -> torch.Tensor:
-    """`lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`; without A_log the factor is 1. Shapes as for `naive_kda_gate`."""
+    """`lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`; without A_log the factor is 1. Shapes and errors as for
+    `naive_kda_gate`."""
+    check_raw_gate(g, A_log, dt_bias, lower_bound, per_channel=True)
     return kda_gate(g, A_log, dt_bias, lower_bound)
 
 
@@ -32,4 +39,6 @@ def fused_kda_gate(
     output_dtype: torch.dtype | None = torch.float32,
 ) -> torch.Tensor:
     """Either gate in `output_dtype` (None: the dtype of g). `use_gate_in_kernel=True` saves this pass altogether."""
+    check_raw_gate(g, A_log, dt_bias, lower_bound, per_channel=True)
+    check_output_dtype(output_dtype)
     return kda_gate(g, A_log, dt_bias, lower_bound).to(output_dtype or g.dtype)

@@ -43,7 +43,8 @@ def chunk_local_cumsum(
     check_output_dtype(output_dtype)
     check_chunk_size(chunk_size)
     check_scale(scale)
-    sums = _summed(split(wide(g), chunk_size, cu_seqlens), 2, reverse)
+    size = min(chunk_size, max(g.shape[1], 1))
+    sums = _summed(split(wide(g), size, cu_seqlens), 2, reverse)
     return _finished(join(sums, g.shape[1], cu_seqlens), scale, output_dtype or g.dtype)
 
 

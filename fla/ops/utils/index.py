@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.ops.backends import check_tensors
-from fla.ops.common.checks import check_64_bits, check_given
+from fla.ops.common.checks import check_64_bits, check_given, check_rising, check_same, readable
 
 
 def prepare_lens(cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -53,6 +53,8 @@ def prepare_chunk_indices(
                 f'cu_seqlens_cpu must be cu_seqlens {list(cu_seqlens.shape)} on the CPU, got {list(cu_seqlens_cpu.shape)} '
                 f'on {cu_seqlens_cpu.device}'
             )
+        if readable(cu_seqlens) and readable(cu_seqlens_cpu):
+            check_same(cu_seqlens, cu_seqlens_cpu)
     lens = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     counts = _chunks(lens, chunk_size)
     sequence = torch.arange(len(counts), device=lens.device).repeat_interleave(counts)
@@ -63,7 +65,10 @@ def prepare_chunk_indices(
 
 def _chunks(cu_seqlens: torch.Tensor, chunk_size: int) -> torch.Tensor:
     """How many chunks each sequence has."""
-    return (cu_seqlens.diff() + (chunk_size - 1)) // chunk_size
+    lens = cu_seqlens.diff()
+    # a longer one is not to overflow: no sequence is
+    size = min(chunk_size, torch.iinfo(lens.dtype).max)
+    return lens.div(size, rounding_mode='floor') + (lens.remainder(size) > 0)
 
 
 def check_lens(cu_seqlens: torch.Tensor, name: str = 'cu_seqlens') -> None:
@@ -74,6 +79,8 @@ def check_lens(cu_seqlens: torch.Tensor, name: str = 'cu_seqlens') -> None:
         raise ValueError(f'{name} must be [N + 1], the ends of N sequences after a 0, got shape {list(cu_seqlens.shape)}')
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f'{name} must be int32 or int64, got {cu_seqlens.dtype}')
+    if readable(cu_seqlens):
+        check_rising(name, cu_seqlens.tolist())
 
 
 def check_chunk_size(chunk_size: object) -> None:

@@ -474,6 +474,7 @@ def test_the_second_derivatives_of_pytorch_s_attention_are_refused():
         ({'q': torch.zeros(2, 25, 4, 8).double()}, ValueError, 'k must be at least as long as q'),
         ({'q': torch.zeros(2, 24, 4, 300).double()}, ValueError, 'head dim of q must be between 1 and 256'),
         ({'q': None}, TypeError, "argument 'q' must be a tensor, got None"),
+        ({'q': torch.Tensor}, TypeError, "'q' must be a tensor"),
         ({'scale': '1'}, TypeError, 'scale must be a number or None, got str'),
         ({'scale': torch.nan}, ValueError, 'scale must be finite, got nan'),
         ({'scale': torch.inf}, ValueError, 'scale must be finite, got inf'),

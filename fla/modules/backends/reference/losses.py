@@ -33,21 +33,25 @@ class _Summed(torch.autograd.Function):
 
 
 def _of_rows(
-    v: torch.Tensor, target: torch.Tensor, with_mean: bool, group: ProcessGroup | None
+    v: torch.Tensor, target: torch.Tensor, with_mean: bool, with_lse: bool, group: ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of rows of `[N, V]`: the logarithm of the sum of exponentials, the number that the target names, and the mean; without
-    it, in its place, anything."""
+    """Of rows of `[N, V]`: how far the number that the target names, and the mean, are below the logarithm of the sum of
+    exponentials, and that logarithm. What is not wanted is anything. The largest number is taken off first: beside a large
+    one the rest of the logarithm would be rounded away."""
     if group is None:
-        picked = v.gather(1, target.clamp(0, v.shape[1] - 1).long()[:, None])[:, 0]
-        return v.logsumexp(1), picked, v.mean(1) if with_mean else picked
+        below = -F.log_softmax(v, 1)
+        picked = below.gather(1, target.clamp(0, v.shape[1] - 1).long()[:, None])[:, 0]
+        return picked, below.mean(1) if with_mean else picked, v.logsumexp(1) if with_lse else picked
     maximum = v.detach().amax(1)
     distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=group)
+    v = v - maximum[:, None]
     local = target.long() - v.shape[1] * group.rank()
     here = (local >= 0) & (local < v.shape[1])
     picked = torch.where(here, v.gather(1, local.clamp(0, v.shape[1] - 1)[:, None])[:, 0], 0.0)
-    own = torch.stack([(v - maximum[:, None]).exp().sum(1), picked, v.sum(1)])
+    own = torch.stack([v.exp().sum(1), picked, v.sum(1)])
     total: torch.Tensor = _Summed.apply(own, group)  # type: ignore[no-untyped-call]
-    return maximum + total[0].log(), total[1], total[2] / (v.shape[1] * group.size())
+    rest = total[0].log()
+    return rest - total[1], rest - total[2] / (v.shape[1] * group.size()), maximum + rest
 
 
 class ReferenceLosses:
@@ -70,11 +74,11 @@ class ReferenceLosses:
         v = wide(logits).masked_fill(ignored[:, None], 0.0) * logit_scale
         if logit_softcapping is not None:
             v = logit_softcapping * torch.tanh(v / logit_softcapping)
-        lse, picked, mean = _of_rows(v, target, bool(label_smoothing), process_group)
-        z_losses = lse_square_scale * lse.square()
-        losses = (1.0 - label_smoothing) * (lse - picked) + z_losses
+        nll, smooth, lse = _of_rows(v, target, bool(label_smoothing), bool(lse_square_scale), process_group)
+        z_losses = lse_square_scale * lse.square() if lse_square_scale else torch.zeros_like(nll)
+        losses = (1.0 - label_smoothing) * nll + z_losses
         if label_smoothing:
-            losses = losses + label_smoothing * (lse - mean)
+            losses = losses + label_smoothing * smooth
         classes = v.shape[1] * (1 if process_group is None else process_group.size())
         # a factor, so that the gradient says it too
         known = ignored | ((target >= 0) & (target < classes))

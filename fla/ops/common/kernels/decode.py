@@ -67,7 +67,8 @@ def decode(
     programs = count * value_heads * -(-value_dim // block_v)
     tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, o, final, cu_seqlens)
     numbers = (
-        *(dim**-0.5 if scale is None else scale, lower_bound or 0.0, length),
+        # of one type, whatever came: the compiled kernel is kept for it
+        *(dim**-0.5 if scale is None else float(scale), float(lower_bound or 0.0), length),
         *(*q_strides[:3], *k_strides[:3], *v_strides[:3]),
         *(_NONE if g is None else g.stride()),
         *(*gk_strides[:3], *gv_strides[:3]),
