@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -44,6 +46,13 @@ class LayerState:
         copied = LayerState(self.recurrent, self.conv, self.keys_values, self.length, torn=self.torn)
         copied.replace(torch.clone)
         return copied
+
+    def __copy__(self) -> LayerState:
+        return dataclasses.replace(self)
+
+    def __getstate__(self) -> dict[str, object]:
+        """For pickle: without the memory that waits for more steps."""
+        return vars(self if self.room is None else copy.deepcopy(self))
 
     def replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put `change` of each tensor in its place."""

@@ -1,6 +1,7 @@
 """What layers remember: rows that change places, rows that go on at different times, calls that fail."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -186,6 +187,20 @@ def test_a_step_that_fails_leaves_keys_and_values(monkeypatch):
                 layer(hidden(2, 1, seed=9), past_key_values=cache)
         pieces = [layer(part, past_key_values=cache)[0] for part in x[:, 6:].split(1, 1)]
     assert error(oracle('attn', layer, x)[:, 6:], torch.cat(pieces, 1)) < bound('attn')
+
+
+def test_a_file_has_no_room():
+    """Nor what the memory that waits for more steps held before."""
+    layer, cache, x = make('attn'), Cache(), hidden(2, 7)
+    with torch.no_grad():
+        for part in x[:, :6].split([5, 1], 1):
+            layer(part, past_key_values=cache)
+        again = pickle.loads(pickle.dumps(cache))
+        for one, other in zip(cache[0].keys_values, again[0].keys_values, strict=True):
+            assert torch.equal(one, other)
+            assert other.untyped_storage().nbytes() == other.nbytes < one.untyped_storage().nbytes()
+        first, second = (layer(x[:, 6:], past_key_values=one)[0] for one in (cache, again))
+    assert torch.equal(first, second)
 
 
 def test_rows_that_change_places_leave_no_room():
