@@ -39,9 +39,9 @@ def _of_rows(
     exponentials, and that logarithm. What is not wanted is anything. The largest number is taken off first: beside a large
     one the rest of the logarithm would be rounded away."""
     if group is None:
-        below = -F.log_softmax(v, 1)
-        picked = below.gather(1, target.clamp(0, v.shape[1] - 1).long()[:, None])[:, 0]
-        return picked, below.mean(1) if with_mean else picked, v.logsumexp(1) if with_lse else picked
+        log_p = F.log_softmax(v, 1)
+        picked = -log_p.gather(1, target.clamp(0, v.shape[1] - 1).long()[:, None])[:, 0]
+        return picked, -log_p.mean(1) if with_mean else picked, v.logsumexp(1) if with_lse else picked
     maximum = v.detach().amax(1)
     distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=group)
     v = v - maximum[:, None]
