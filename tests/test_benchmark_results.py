@@ -29,6 +29,13 @@ def test_a_command_repeats_a_run(results):
     assert results.command('attention', argparse.Namespace(case=None), 'case') == 'python benchmarks/attention.py'
 
 
+def test_the_place_of_a_file_is_nobody_s_business(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks'))
+    repeatable = importlib.import_module('_machine').repeatable
+    for place in (['--json', '/some/where.json'], ['--json=/some/where.json']):
+        assert list(repeatable(['--quick', *place, '--only', 'kda'])) == ['--quick', '--only', 'kda']
+
+
 def test_a_file_is_whole_after_each_row(results, tmp_path, capsys):
     path = tmp_path / 'folder' / 'x.json'
     file = results.ResultFile(path, 'x', cores=2)

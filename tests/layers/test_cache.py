@@ -1,16 +1,15 @@
 """What layers remember: rows that change places, rows that go on at different times, calls that fail."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fla.layers import Cache, attn, keys
+from fla.layers import Cache, attn
 from fla.ops.backends import trace
 from tests import bounds
-from tests.layers.test_layers import LAYERS, RECURRENT, bound, error, hidden, make, oracle
+from tests.layers.test_layers import LAYERS, RECURRENT, bound, error, hidden, make
 
 
 def tensors(cache):
@@ -110,108 +109,6 @@ def test_a_step_that_fails_half_way(monkeypatch, name):
             with pytest.raises(ValueError, match=r'past_key_values\[0\] was changed in part by a step that failed'):
                 layer(x[:, 4:], past_key_values=one)
         assert error(layer(x)[0][:, 4:], layer(x[:, 4:], past_key_values=before)[0]) < bound(name)
-
-
-# -- room for keys and values -----------------------------------------------------------------------------------------------
-
-ATTENTION = [name for name in LAYERS if name.startswith('attn')]
-
-
-def places(cache):
-    return [x.data_ptr() for x in cache[0].keys_values]
-
-
-@pytest.mark.parametrize('name', ATTENTION)
-def test_steps_are_added_in_place(monkeypatch, name):
-    """With room for four steps: copies are made of 5, 8 and 12."""
-    monkeypatch.setattr(keys, 'ROOM', 4)
-    layer, x, cache, pieces, found = make(name), hidden(2, 14), Cache(), [], []
-    with torch.no_grad():
-        for part in x.split([5, *[1] * 9], 1):
-            pieces.append(layer(part, past_key_values=cache)[0])
-            found.append(places(cache))
-    assert error(oracle(name, layer, x), torch.cat(pieces, 1)) < bound(name)
-    assert [found[i] == found[i - 1] for i in range(1, 10)] == [False, True, True, False, True, True, True, False, True]
-    assert [x.shape[1] for x in cache[0].keys_values] == [14, 14]
-
-
-@pytest.mark.parametrize('fork', [copy.copy, copy.deepcopy], ids=['shallow', 'deep'])
-@pytest.mark.parametrize('name', ATTENTION)
-def test_two_ways_to_go_on(name, fork):
-    """From one beginning, in turns; a shallow copy of the state of a layer has its keys and values in the same memory."""
-    layer, x, ends = make(name), hidden(2, 4), [hidden(2, 5, seed=seed) for seed in (2, 3)]
-    with torch.no_grad():
-        cache = Cache()
-        for part in x.split([3, 1], 1):
-            layer(part, past_key_values=cache)
-        caches = [cache, Cache()]
-        caches[1].layers[0] = fork(cache[0])
-        pieces = [[], []]
-        for step in range(5):
-            for one, end, found in zip(caches, ends, pieces, strict=True):
-                found.append(layer(end[:, step : step + 1], past_key_values=one)[0])
-        for end, found in zip(ends, pieces, strict=True):
-            assert error(oracle(name, layer, torch.cat([x, end], 1))[:, 4:], torch.cat(found, 1)) < bound(name)
-
-
-@pytest.mark.parametrize('name', ATTENTION)
-def test_room_in_and_out_of_modes(name):
-    """Without gradients, in inference mode, with gradients, in turns."""
-    layer, x, cache, pieces = make(name), hidden(2, 9).requires_grad_(), Cache(), []
-    modes = [torch.no_grad, torch.inference_mode, torch.inference_mode, torch.no_grad, torch.no_grad, torch.enable_grad]
-    for mode, part in zip(modes, x.split([3, 1, 1, 1, 1, 2], 1), strict=True):
-        with mode():
-            pieces.append(layer(part, past_key_values=cache)[0])
-    whole = layer(x)[0]
-    assert error(whole, torch.cat([piece.detach().clone() for piece in pieces], 1)) < bound(name)
-    # the last piece has a gradient, of its own steps
-    weights = hidden(2, 2, seed=5)
-    (got,) = torch.autograd.grad((pieces[-1] * weights).sum(), x)
-    before, last = x[:, :7].detach(), x[:, 7:].detach().requires_grad_()
-    again = layer(torch.cat([before, last], 1))[0]
-    # of keys and values that the cached steps have given, none
-    assert got[:, :7].count_nonzero() == 0
-    (wanted,) = torch.autograd.grad((again[:, 7:] * weights).sum(), last)
-    assert error(wanted, got[:, 7:]) < bounds.of_gradient(bound(name))
-
-
-def test_a_step_that_fails_leaves_keys_and_values(monkeypatch):
-    layer, x = make('attn'), hidden(2, 8)
-    with torch.no_grad():
-        cache = Cache()
-        for part in x[:, :6].split([5, 1], 1):
-            layer(part, past_key_values=cache)
-        with monkeypatch.context() as patch:
-            patch.setattr(attn, 'parallel_attn', lambda *args, **options: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                layer(hidden(2, 1, seed=9), past_key_values=cache)
-        pieces = [layer(part, past_key_values=cache)[0] for part in x[:, 6:].split(1, 1)]
-    assert error(oracle('attn', layer, x)[:, 6:], torch.cat(pieces, 1)) < bound('attn')
-
-
-def test_a_file_has_no_room():
-    """Nor what the memory that waits for more steps held before."""
-    layer, cache, x = make('attn'), Cache(), hidden(2, 7)
-    with torch.no_grad():
-        for part in x[:, :6].split([5, 1], 1):
-            layer(part, past_key_values=cache)
-        again = pickle.loads(pickle.dumps(cache))
-        for one, other in zip(cache[0].keys_values, again[0].keys_values, strict=True):
-            assert torch.equal(one, other)
-            assert other.untyped_storage().nbytes() == other.nbytes < one.untyped_storage().nbytes()
-        first, second = (layer(x[:, 6:], past_key_values=one)[0] for one in (cache, again))
-    assert torch.equal(first, second)
-
-
-def test_rows_that_change_places_leave_no_room():
-    """The memory of those before is given back."""
-    layer, cache = make('attn'), Cache()
-    with torch.no_grad():
-        for part in hidden(3, 6).split([5, 1], 1):
-            layer(part, past_key_values=cache)
-        assert cache[0].room is not None
-        cache.reorder_cache(torch.tensor([2, 0, 1]))
-    assert cache[0].room is None
 
 
 def test_an_empty_cache_has_no_rows_to_change():

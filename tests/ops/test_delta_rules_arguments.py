@@ -177,6 +177,10 @@ def at(name, change):
 # what is changed in a good call of B=1, T=6, H=1, HV=2, K=4, V=3; the error; what its message holds
 TENSORS = ('q', 'k', 'v', 'g', 'beta', 'initial_state')
 BAD = {
+    **{
+        f'scale is {value}': (lambda x, value=value: {'scale': value}, ValueError, f'scale must be finite, got {value}')
+        for value in (float('inf'), -float('inf'), float('nan'))
+    },
     **{f'{n} misses a dimension': (at(n, lambda x: x[0]), ValueError, n) for n in TENSORS},
     **{f'{n} has one more dimension': (at(n, lambda x: x[None]), ValueError, n) for n in TENSORS},
     **{f'{n} is longer than the rest': (grow(n, 1), ValueError, 'k|v|g|beta|initial_state') for n in TENSORS},
@@ -289,10 +293,6 @@ BAD_CHUNKED = {
         ValueError,
         'cu_seqlens_cpu',
     ),
-    **{
-        f'scale is {value}': (lambda x, value=value: {'scale': value}, ValueError, f'scale must be finite, got {value}')
-        for value in (float('inf'), -float('inf'), float('nan'))
-    },
 }
 BAD_KDA = {
     'lower_bound is 0': (lambda x: {**RAW, 'lower_bound': 0.0}, ValueError, 'lower_bound'),

@@ -86,8 +86,8 @@ def compiled_together(kind: Callable[P, Hashable]) -> Callable[[Callable[P, R]],
 def kind_of_step(
     q: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *options: Hashable
 ) -> tuple[Hashable, ...]:
-    """What the kernels of a delta rule are compiled for: sizes of a step, dtypes, and of the other arguments which tensors
-    are given, and their values if they are no tensors."""
+    """What the kernels of a delta rule are compiled for: sizes of a step, dtypes, and of the other arguments the dtypes of
+    those that are tensors, and the values of the rest."""
     given = [one.dtype if isinstance(one, torch.Tensor) else one for one in options]
     return (q.dtype, q.device, q.shape[2:], v.shape[2:], g.dtype, beta.dtype, *given)
 
