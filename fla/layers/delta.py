@@ -204,7 +204,7 @@ class DeltaLayer(nn.Module):
         conv: tuple[Any, ...] | None = None
         if state is not None:
             # a convolution takes a step in place
-            state.torn = decoding and padding is None and self.use_short_conv
+            state.torn = decoding and padding is None and state.conv is not None
         if self.use_short_conv:
             before: tuple[torch.Tensor | None, ...] = (None, None, None)
             if state is not None and state.conv is not None:

@@ -9,8 +9,9 @@ from fla.ops.backends.tensors import in_func_transform
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-# Steps that there is room for at a time: the longer, the more memory waits, and the fewer copies there are.
-ROOM = 256
+# Steps that there is room for at most, and at least, where an eighth of what there is would be more, or less: the more, the
+# more memory waits, and the fewer copies there are.
+MOST, LEAST = 256, 16
 
 
 class Room:
@@ -24,8 +25,9 @@ class Room:
     """
 
     def __init__(self, old: Pair, more: int) -> None:
-        """With copies of `old`, for at least so many steps more."""
-        room = (old[0].shape[1] + more + ROOM - 1) // ROOM * ROOM
+        """With copies of `old`, for so many steps, and then more."""
+        length = old[0].shape[1] + more
+        room = length + min(MOST, max(LEAST, length // 8))
         self.buffers = tuple(x.new_empty(x.shape[0], room, *x.shape[2:]) for x in old)
         for buffer, x in zip(self.buffers, old, strict=True):
             buffer[:, : x.shape[1]] = x
@@ -46,7 +48,8 @@ class Room:
         """What is in it, with `new` from step `start` on."""
         stop = start + new[0].shape[1]
         for buffer, x in zip(self.buffers, new, strict=True):
-            buffer[:, start:stop] = x
+            # not by a version of the buffer: a graph that holds views of sooner steps sees no change of them
+            buffer.data[:, start:stop] = x
         keys, values = (buffer[:, :stop] for buffer in self.buffers)
         return keys, values
 

@@ -111,6 +111,15 @@ def test_a_step_that_fails_half_way(monkeypatch, name):
         assert error(layer(x)[0][:, 4:], layer(x[:, 4:], past_key_values=before)[0]) < bound(name)
 
 
+def test_a_first_step_that_fails_leaves_an_empty_cache(monkeypatch):
+    layer, x, cache = make('gdn'), hidden(2, 1), Cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.o_proj, 'forward', lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            layer(x, past_key_values=cache)
+    assert error(layer(x)[0], layer(x, past_key_values=cache)[0]) < bound('gdn')
+
+
 def test_an_empty_cache_has_no_rows_to_change():
     cache = Cache()
     cache[0].length = 3

@@ -19,15 +19,15 @@ def places(cache):
 
 @pytest.mark.parametrize('name', ATTENTION)
 def test_steps_are_added_in_place(monkeypatch, name):
-    """With room for four steps: copies are made of 5, 8 and 12."""
-    monkeypatch.setattr(keys, 'ROOM', 4)
+    """With room for four steps: copies are made of 5 and of 10."""
+    monkeypatch.setattr(keys, 'MOST', 4)
     layer, x, cache, pieces, found = make(name), hidden(2, 14), Cache(), [], []
     with torch.no_grad():
         for part in x.split([5, *[1] * 9], 1):
             pieces.append(layer(part, past_key_values=cache)[0])
             found.append(places(cache))
     assert error(oracle(name, layer, x), torch.cat(pieces, 1)) < bound(name)
-    assert [found[i] == found[i - 1] for i in range(1, 10)] == [False, True, True, False, True, True, True, False, True]
+    assert [found[i] == found[i - 1] for i in range(1, 10)] == [False, True, True, True, True, False, True, True, True]
     assert [x.shape[1] for x in cache[0].keys_values] == [14, 14]
 
 
@@ -83,6 +83,27 @@ def test_a_step_that_fails_leaves_keys_and_values(monkeypatch):
                 layer(hidden(2, 1, seed=9), past_key_values=cache)
         pieces = [layer(part, past_key_values=cache)[0] for part in x[:, 6:].split(1, 1)]
     assert error(oracle('attn', layer, x)[:, 6:], torch.cat(pieces, 1)) < bound('attn')
+
+
+def test_a_graph_of_views_is_as_it_was():
+    """Steps are added behind what it saved."""
+    layer, cache, x = make('attn'), Cache(), hidden(2, 5)
+    with torch.no_grad():
+        for part in x[:, :4].split([3, 1], 1):
+            layer(part, past_key_values=cache)
+    found, factor = cache[0].keys_values[0], torch.ones((), dtype=x.dtype, requires_grad=True)
+    loss = (found * factor).sum()
+    with torch.no_grad():
+        layer(x[:, 4:], past_key_values=cache)
+    assert cache[0].keys_values[0].data_ptr() == found.data_ptr()
+    (got,) = torch.autograd.grad(loss, factor)
+    torch.testing.assert_close(got, found.sum())
+
+
+@pytest.mark.parametrize(('length', 'more'), [(1, 16), (100, 16), (1000, 125), (5000, 256)])
+def test_how_much_memory_waits(length, more):
+    old = (torch.zeros(2, length - 1, 1, 1),) * 2
+    assert keys.Room(old, 1).buffers[0].shape[1] == length + more
 
 
 def test_a_file_has_no_room():

@@ -68,6 +68,17 @@ def test_large_logits(row):
     torch.testing.assert_close(got.double(), wanted)
 
 
+@pytest.mark.parametrize('offset', [0.0, 1e4, -1e6])
+def test_gradients_of_large_z_losses(offset):
+    """Of a logarithm that float32 rounds, but not the probabilities."""
+    logits, target = (tensor(4, 50, dtype=torch.float32) + offset).requires_grad_(), torch.arange(4)
+    exact = logits.detach().double().requires_grad_()
+    losses, _ = cross_entropy_loss(logits, target, lse_square_scale=1e-4)
+    expected, _ = oracle(exact, target, lse_square_scale=1e-4)
+    (got,), (wanted,) = (torch.autograd.grad(one.sum(), x) for one, x in ((losses, logits), (expected, exact)))
+    assert error(wanted, got) <= bounds.EXACT[torch.float32]
+
+
 def test_differentiable_twice():
     target = targets(3, 5, [1])
 

@@ -114,9 +114,11 @@ def _hold_back(logger: logging.Logger, by: int) -> bool:
     """One more or one fewer holds a logger back. Returns whether it hands on what it is given where nobody does."""
     with _lock:
         count, propagate = _held_back.pop(logger.name, (0, logger.propagate))
-        if count + by:
-            _held_back[logger.name] = count + by, propagate
-        logger.propagate = propagate and not count + by
+        # none is left in the child of a fork
+        count = max(count + by, 0)
+        if count:
+            _held_back[logger.name] = count, propagate
+        logger.propagate = propagate and not count
     return propagate
 
 

@@ -41,7 +41,11 @@ def _of_rows(
     if group is None:
         log_p = F.log_softmax(v, 1)
         picked = -log_p.gather(1, target.clamp(0, v.shape[1] - 1).long()[:, None])[:, 0]
-        return picked, -log_p.mean(1) if with_mean else picked, v.logsumexp(1) if with_lse else picked
+        if with_lse:
+            largest = v.detach().amax(1)
+            largest = torch.where(largest.isfinite(), largest, 0.0)
+            lse = largest + (v - largest[:, None]).logsumexp(1)
+        return picked, -log_p.mean(1) if with_mean else picked, lse if with_lse else picked
     maximum = v.detach().amax(1)
     distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=group)
     v = v - maximum[:, None]
