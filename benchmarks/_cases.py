@@ -23,7 +23,7 @@ OUT = [torch.tensor(i) for i in range(4)]
 
 
 def wide_function(out: Tensor) -> Callable[..., Tensor]:
-    """The shape of `chunk_kda`: five tensors and eleven options."""
+    """Five tensors and eleven options, of the eighteen that `chunk_kda` has."""
 
     def chunk_op(
         q: Tensor,

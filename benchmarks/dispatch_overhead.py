@@ -2,11 +2,11 @@
 
     python benchmarks/dispatch_overhead.py [--quick] [--explain-costs] [--json PATH]
 
-The wide operation has the shape of `chunk_kda`: five tensors and eleven options, called with five positional arguments
-and ten keywords; the small one has that of `l2norm`. Every case first shows which implementation serves it, so that
-none is timed vacuously. The ceilings are the budgets of the design: the table says which are met, and nothing fails
-for being slow. `--explain-costs` adds what the primitives of a dispatcher cost on this machine, and the generated code
-of every case above its ceiling: the two together say what bounds it.
+The wide operation has five tensors and eleven options, of the eighteen that `chunk_kda` has, and is called with five
+positional arguments and ten keywords; the small one is like `l2norm`. Every case first shows which implementation serves
+it, so that none is timed vacuously. The ceilings are the budgets of the design: the table says which are met, and nothing
+fails for being slow. `--explain-costs` adds what the primitives of a dispatcher cost on this machine, and the generated
+code of every case above its ceiling: the two together say what bounds it.
 """
 
 from __future__ import annotations

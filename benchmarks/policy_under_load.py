@@ -7,7 +7,7 @@ backend finished it; of the mutating function, that its argument was changed onc
 Ends with an error if a call was lost, doubled or wrong, if something hangs, if a bad file changed anything, or if the last
 file is not the one in force.
 
-    python benchmarks/policy_under_load.py [--seconds 30] [--threads 8] [--rewrites 50] [--json FILE]
+    python benchmarks/policy_under_load.py [--seconds 30] [--threads 8] [--rewrites 50] [--seed 0] [--json FILE]
 """
 
 from __future__ import annotations

@@ -110,8 +110,17 @@ def _breaks(result: Result) -> str:
     return '\n\n'.join(parts)
 
 
-def _note(result: Result) -> str:
-    return f' {result["note"]}' if 'note' in result else ''
+def _stopped_and_note(result: Result) -> str:
+    stopped = (
+        '' if result.get('complete', True) else ' The run was stopped before its end: what is missing was not measured.'
+    )
+    return f'{stopped} {result["note"]}' if 'note' in result else stopped
+
+
+def _on_one_card(result: Result) -> str:
+    """What was run where; of the versions not that of Python, which no kernel sees."""
+    versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items() if name != 'python')
+    return f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, {versions}.'
 
 
 def delta_rules(results: list[Result]) -> str:
@@ -120,15 +129,12 @@ def delta_rules(results: list[Result]) -> str:
 
 
 def _delta_rules(result: Result) -> str:
-    versions = result['versions']
-    stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
     chunked = [row for row in result['rows'] if 'shape' in row]
     decoded = [row for row in result['rows'] if 'decode' in row]
     head = ['', 'B, T, H, K = V', 'backend', 'forward ms', 'with backward ms', 'peak MiB', 'largest error', 'first calls s']
     rows = [[row['op'], _shape(row), row['backend'], *_times(row), _first_calls(row)] for row in chunked]
     parts = [
-        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
-        f'{versions["triton"]}.{stopped}{_note(result)}',
+        _on_one_card(result) + _stopped_and_note(result),
         *([table(head, rows)] if chunked else []),
     ]
     if decoded:
@@ -218,11 +224,10 @@ def modules(results: list[Result]) -> str:
 
 def _modules(result: Result) -> str:
     """What was refused is left out, a row where forward and backward both were."""
-    versions = result['versions']
-    stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
+    made = ''
     if parts := result.get('earlier'):
         rates = ', '.join(f'{part["copy_gbs"]:.0f}' for part in parts)
-        stopped = f' It was made in {len(parts) + 1} parts; in those before the last the copy ran at {rates} GB/s.{stopped}'
+        made = f' It was made in {len(parts) + 1} parts; in those before the last the copy ran at {rates} GB/s.'
     both = ['forward ms', 'GB/s', 'of a copy', 'with backward ms', 'GB/s', 'of a copy']
     rows = []
     for row in result['rows']:
@@ -232,9 +237,8 @@ def _modules(result: Result) -> str:
         cells = [*_bandwidth(row, 'forward'), *_bandwidth(row, 'both'), error]
         rows.append([f'`{row["module"]}`', ', '.join(map(str, row['shape'])), row['backend'], *cells])
     return (
-        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
-        f'{versions["triton"]}. A copy of a gigabyte ran at {result["copy_gbs"]:.0f} GB/s; `of a copy` compares with the '
-        f'time of a copy that moves as much as the call must.{stopped}{_note(result)}\n\n'
+        f'{_on_one_card(result)} A copy of a gigabyte ran at {result["copy_gbs"]:.0f} GB/s; `of a copy` compares with the '
+        f'time of a copy that moves as much as the call must.{made}{_stopped_and_note(result)}\n\n'
         + table(['', 'size', 'backend', *both, 'largest error'], rows)
     )
 
@@ -246,8 +250,6 @@ def attention(results: list[Result]) -> str:
 
 def _attention(result: Result) -> str:
     """A row where forward and backward both were refused is left out; what is chosen is said."""
-    versions = result['versions']
-    stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
     rows = []
     for row in result['rows']:
         if {'forward_ms', 'both_ms'} & row.keys():
@@ -262,9 +264,8 @@ def _attention(result: Result) -> str:
         meant = 'the two columns after the error are times over its, the last is a step with a number of keys that is new'
         rows = [row + [''] * (len(head) + len(last) - len(row)) for row in rows]
     return (
-        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
-        f"{versions['triton']}. `torch` is PyTorch's attention called directly, {meant}; "
-        f'`chosen` stands beside what `parallel_attn` takes.{stopped}{_note(result)}\n\n' + table([*head, *last], rows)
+        f"{_on_one_card(result)} `torch` is PyTorch's attention called directly, {meant}; "
+        f'`chosen` stands beside what `parallel_attn` takes.{_stopped_and_note(result)}\n\n' + table([*head, *last], rows)
     )
 
 
@@ -275,8 +276,6 @@ def qwen3_next(results: list[Result]) -> str:
 
 def _qwen3_next(result: Result) -> str:
     """A row that was refused says so; one of a process that ended has no phase."""
-    versions = result['versions']
-    stopped = '' if result['complete'] else ' The run was stopped before its end: rows that are missing were not measured.'
     rows = []
     for row in result['rows']:
         backend = row['backend'] + (', modules too' if row.get('modules') else '')
@@ -290,10 +289,7 @@ def _qwen3_next(result: Result) -> str:
         errors = ', '.join(f'{name} {error:.1e}' for name, error in row.get('errors', {}).items())
         rows.append([*named, *times, peak, errors])
     head = ['', 'B, T', 'linear attention by', 'GPU ms', 'wall ms', 'graph: GPU ms', 'graph: wall ms', 'peak MiB', 'errors']
-    return (
-        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, torch {versions["torch"]}, Triton '
-        f'{versions["triton"]}, transformers {versions["transformers"]}.{stopped}{_note(result)}\n\n' + table(head, rows)
-    )
+    return f'{_on_one_card(result)}{_stopped_and_note(result)}\n\n{table(head, rows)}'
 
 
 def _bandwidth(row: Result, name: str) -> list[str]:
@@ -335,7 +331,7 @@ def _vendors(result: Result) -> str:
     parts = [
         f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, {versions}. Of each case the result '
         'nearest to its bound, and what comes of a second call, of compiled code, and of a captured graph.'
-        f'{_note(result)}',
+        f'{_stopped_and_note(result)}',
         table(['case and result', 'vendor', 'default', 'bound', ''], errors),
         table(['', 'B, T, H', 'norms', 'backend', 'forward ms', 'with backward ms', 'peak MiB'], times),
     ]
@@ -356,8 +352,7 @@ def _gpu_tests(result: Result) -> str:
         skips = '; '.join(f'{reason} ({count})' for reason, count in row.get('skips', {}).items())
         rows.append([f'`{row["file"]}`', *(row.get(name, 0) for name in ('passed', 'failed', 'skipped')), skips])
     where = f'{", ".join(result["cards"])}, {result["cores"]} cores, {versions}, at {result["commit"]}'
-    stopped = '' if result.get('complete', True) else ' The run was stopped before its end.'
-    return f'`{result["command"]}` on {where}.{stopped}{_note(result)}\n\n' + table(
+    return f'`{result["command"]}` on {where}.{_stopped_and_note(result)}\n\n' + table(
         ['', 'passed', 'failed', 'skipped', 'why'], rows
     )
 

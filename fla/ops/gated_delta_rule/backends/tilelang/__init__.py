@@ -18,10 +18,9 @@ class GatedDeltaRuleTileLang(BaseBackend):
     saved tensors. bfloat16 or float16, K and V of 64 or 128, every argument. q, k and v are copied where they are not
     contiguous.
 
-    On an H100 (torch 2.11, Triton 3.6, bf16) the forward of (B, T, H, K = V) = (4, 2048, 16, 128) took 0.194 ms and that of
-    the Triton kernels of then, on another, 0.174 ms. Triton's have become faster since: 0.133 ms, on an H200. Off unless
-    asked for, also because of what it costs to begin: the first use took 69 s, and 17 s in later processes, of which 8 s are
-    the import of TileLang; the default begins in 2 to 5 s.
+    On an H200 (torch 2.11, Triton 3.6, bf16) the forward of (B, T, H, K = V) = (4, 2048, 16, 128) took 0.190 ms and that of
+    the Triton kernels 0.134 ms. Off unless asked for, also because of what it costs to begin: the first use took 23 s (69 s
+    beside an H100, and 17 s in later processes, of which 8 s are the import of TileLang); the default begins in 2 to 5 s.
     """
 
     backend_type = 'tilelang'
