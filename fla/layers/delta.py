@@ -15,7 +15,7 @@ from fla.layers.cache import Cache, LayerState, check_cache, check_rows, check_s
 from fla.layers.checks import check_hidden
 from fla.layers.padding import Packing
 from fla.modules.checks import check_finite, check_int, check_sizes
-from fla.modules.convolution import ShortConvolution
+from fla.modules.convolution import ShortConvolution, changes_cache
 from fla.ops.common.checks import MAX_HEAD_DIM
 
 
@@ -202,17 +202,16 @@ class DeltaLayer(nn.Module):
                 conv=[(y.shape[2], one.kernel_size[0]) for y, one in zip(projected, convolutions, strict=False)],
             )
         conv: tuple[Any, ...] | None = None
-        if state is not None:
-            # a convolution takes a step in place
-            state.torn = decoding and padding is None and state.conv is not None
         if self.use_short_conv:
             before: tuple[torch.Tensor | None, ...] = (None, None, None)
             if state is not None and state.conv is not None:
                 before = state.conv if packing is None else tuple(packing.states(past) for past in state.conv)
-            results = [
-                _convolved(convolution, y, past, state is not None, cu_seqlens, padding)
-                for convolution, y, past in zip(convolutions, projected, before, strict=True)
-            ]
+            results = []
+            for convolution, y, past in zip(convolutions, projected, before, strict=True):
+                in_place = padding is None and past is not None and changes_cache(y, past, cu_seqlens)
+                results.append(_convolved(convolution, y, past, state is not None, cu_seqlens, padding))
+                if state is not None and in_place:
+                    state.torn = True  # until the recurrence has taken the step too
             (q, k, v), conv = (y for y, _ in results), tuple(after for _, after in results)
         else:
             q, k, v = (F.silu(y) for y in projected)

@@ -8,14 +8,13 @@ find that nothing is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fla.ops.backends import check_tensors
-from fla.ops.common.checks import FLOATS, check_64_bits, check_dense, check_given, is_number
+from fla.ops.common.checks import FLOATS, check_64_bits, check_dense, check_float32, check_given, is_number
 from fla.ops.common.reference import autocast_is_on
 from fla.ops.common.triton_call import require_triton
 
@@ -78,12 +77,11 @@ def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
 
 
 def check_finite(name: str, value: Any) -> None:
-    """A number that is neither infinite nor NaN."""
+    """A number that is neither infinite nor NaN, nor so in float32."""
     if not is_number(value):
         raise TypeError(f'{name} must be a number, got {type(value).__name__}')
     check_64_bits(name, value)
-    if not -math.inf < value < math.inf:
-        raise ValueError(f'{name} must be finite, got {value}')
+    check_float32(name, value)
 
 
 def check_int(name: str, value: object) -> None:

@@ -192,6 +192,15 @@ def causal_conv1d_update(
     return update(x, cache, residual, weight, bias, activation is not None), cache
 
 
+def changes_cache(x: torch.Tensor, cache: torch.Tensor, cu_seqlens: torch.Tensor | None) -> bool:
+    """Whether `ShortConvolution` takes x `[B, T, D]` as a decode step, which changes its cache in place.
+
+    Packed sequences of one step each cannot be told from a prefill without reading lengths from the device, and what a
+    prefill goes on from may serve again, as a prefix does: nobody's but a certain decode step's cache is changed.
+    """
+    return cu_seqlens is None and x.shape[1] == 1 and not _is_initial(cache)
+
+
 def _is_initial(cache: torch.Tensor) -> bool:
     """Whether a cache is no decode step's to change: learnt, or one state for many rows."""
     owner = cache if cache._base is None else cache._base
@@ -262,9 +271,7 @@ class ShortConvolution(nn.Conv1d):
         if mask is not None:
             x = x.masked_fill(mask[..., None] == 0, 0.0)
         weight = self.weight.squeeze(1)
-        # Packed sequences of one step each cannot be told from a prefill without reading lengths from the device, and what
-        # a prefill goes on from may serve again, as a prefix does: nobody's but a certain decode step's cache is changed.
-        if cache is not None and cu_seqlens is None and x.shape[1] == 1 and not _is_initial(cache):
+        if cache is not None and changes_cache(x, cache, cu_seqlens):
             y, cache = causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation)
             return y, cache if output_final_state else None
         return causal_conv1d(x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fla.modules.checks import check_choice, check_finite, check_floating, check_int
+from fla.modules.checks import check_choice, check_finite, check_floating, check_int, require
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import check_tensors, dispatch
 from fla.ops.common.checks import check_given, readable
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+# below it float32 loses digits, and kernels may take a number for 0
+_SMALLEST = torch.finfo(torch.float32).tiny
 # whole numbers of a dtype are below this, and at least minus this
 _RANGE = {torch.int32: 2**31, torch.int64: 2**63}
 
@@ -54,8 +56,10 @@ def check_numbers(label_smoothing: float, logit_scale: float, logit_softcapping:
     check_finite('logit_scale', logit_scale)
     if logit_softcapping is not None:
         check_finite('logit_softcapping', logit_softcapping)
-        if not logit_softcapping > 0:
-            raise ValueError(f'logit_softcapping must be positive or None, got {logit_softcapping}')
+        if not logit_softcapping >= _SMALLEST:
+            raise ValueError(
+                f'logit_softcapping must be positive, from {_SMALLEST:.2g} on (float32), or None, got {logit_softcapping}'
+            )
 
 
 def _check_range(ignore_index: int, dtype: torch.dtype) -> None:
@@ -142,6 +146,7 @@ def cross_entropy_loss(
     Source: the z-loss of Chowdhery et al. 2022, "PaLM", arXiv 2204.02311; label smoothing of Szegedy et al. 2016,
     "Rethinking the Inception Architecture", arXiv 1512.00567; the soft cap of Gemma Team 2024, "Gemma 2", arXiv 2408.00118.
     """
+    require('cross_entropy_loss', logits=logits, target=target)
     from fla.modules.kernels.losses import cross_entropy
 
     return cross_entropy(

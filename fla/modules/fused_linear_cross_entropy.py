@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fla.modules.checks import check_choice, check_dims, check_floating, check_shape, check_sizes, check_weights
+from fla.modules.checks import check_choice, check_dims, check_floating, check_shape, check_sizes, check_weights, require
 from fla.modules.fused_cross_entropy import REDUCTIONS, check_loss, check_numbers
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import check_tensors, dispatch
@@ -77,6 +77,7 @@ def fused_linear_cross_entropy_loss(
 
     Source: Hsu et al. 2024, "Liger Kernel", arXiv 2410.10989, where gradients are computed in the forward, chunk by chunk.
     """
+    require('fused_linear_cross_entropy_loss', x=x, target=target, weight=weight)
     from fla.modules.kernels.losses import linear_cross_entropy
 
     return linear_cross_entropy(

@@ -18,7 +18,7 @@ from fla.modules.checks import (
 )
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import check_tensors, dispatch
-from fla.ops.common.checks import check_cu_seqlens, check_given, readable
+from fla.ops.common.checks import check_64_bits, check_cu_seqlens, check_given, readable
 from fla.ops.common.gates import wide
 
 
@@ -275,6 +275,7 @@ class RotaryEmbedding(nn.Module):
         position_ids: torch.Tensor | None,
     ) -> None:
         if type(seqlen_offset) is int and cu_seqlens is position_ids is None and self._are_usual(q, k):
+            check_64_bits('seqlen_offset', seqlen_offset)
             return
         check_given(q=q, k=k)
         check_floating(q=q, k=k)

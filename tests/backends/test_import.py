@@ -203,6 +203,56 @@ def test_operations_and_layers_run_without_triton():
         assert name in functions
 
 
+def test_without_dispatch_and_without_triton_functions_say_what_they_need():
+    python(
+        """
+        import sys
+
+        sys.modules['triton'] = None
+        import torch
+        from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
+        from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+        from fla.modules.fused_cross_entropy import cross_entropy_loss
+        from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+        from fla.modules.fused_norm_gate import rms_norm_gated
+        from fla.modules.l2norm import l2norm
+        from fla.modules.layernorm import rms_norm
+        from fla.modules.rotary import rotary_embedding
+        from fla.ops.attn import parallel_attn
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+        from fla.ops.kda import chunk_kda, fused_recurrent_kda
+
+        x, y, target = torch.randn(1, 2, 1, 4), torch.randn(2, 4), torch.tensor([0, 1])
+        calls = [
+            lambda: chunk_kda(x, x, x, -x.abs(), x[..., 0]),
+            lambda: fused_recurrent_kda(x, x, x, -x.abs(), x[..., 0]),
+            lambda: chunk_gated_delta_rule(x, x, x, -x[..., 0].abs(), x[..., 0]),
+            lambda: fused_recurrent_gated_delta_rule(x, x, x, -x[..., 0].abs(), beta=x[..., 0]),
+            lambda: parallel_attn(x, x, x),
+            lambda: rms_norm(y, None),
+            lambda: rms_norm_gated(y, y, None),
+            lambda: l2norm(y),
+            lambda: swiglu(y, y),
+            lambda: silu_and_mul(y),
+            lambda: swiglu_linear(y, y, y, None),
+            lambda: rotary_embedding(x, y[:, :2], y[:, :2]),
+            lambda: causal_conv1d(y[None], y.t()),
+            lambda: causal_conv1d_update(y[None], y.t()[None], None, y.t()),
+            lambda: cross_entropy_loss(y, target),
+            lambda: fused_linear_cross_entropy_loss(y, target, y),
+        ]
+        for i, call in enumerate(calls):
+            try:
+                call()
+            except RuntimeError as error:
+                assert 'is written in Triton and needs a GPU' in str(error), (i, error)
+            else:
+                raise AssertionError(i)
+        """,
+        FLA_DISABLE_BACKEND_DISPATCH='1',
+    )
+
+
 def test_everything_works_without_triton_and_optional_packages():
     python(
         """

@@ -20,6 +20,8 @@ GATES = {
         ('gdn', (torch.zeros(2, 4).long(), torch.zeros(4)), TypeError, 'g must be float16'),
         ('gdn', (None, torch.zeros(4)), TypeError, "argument 'g' must be a tensor, got None"),
         ('gdn', (torch.zeros(2, 4), [0.0] * 4), TypeError, "'A_log' must be a tensor"),
+        ('gdn', (torch.zeros(2, 4), torch.zeros(4).cfloat()), TypeError, 'A_log must be float16'),
+        ('kda', (torch.zeros(3, 4), torch.zeros(3), torch.zeros(12).bool()), TypeError, 'dt_bias must be float16'),
         ('kda', (torch.zeros(3, 4), torch.zeros(4)), ValueError, 'A_log must have HV = 3 elements'),
         ('kda', (torch.zeros(3, 4), torch.zeros(3), torch.zeros(4)), ValueError, r'dt_bias must have HV \* K = 12 elements'),
         ('kda', (torch.zeros(4), torch.zeros(4)), ValueError, r'g must be \[\.\.\., HV, K\]'),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from fla.modules.checks import require, under_autocast
+from fla.modules.checks import under_autocast
 from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, reduced, scaled
 from fla.ops.backends.opaque import in_a_loop, opaque, runs_as_it_is
 from fla.ops.common.reference import without_autocast
@@ -189,7 +189,6 @@ def cross_entropy(
     process_group: distributed.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cross_entropy_loss` on Triton."""
-    require('cross_entropy_loss', logits=logits, target=target)
     group = None if process_group is None else process_group.group_name
     cap = 0.0 if logit_softcapping is None else float(logit_softcapping)
     numbers = (float(label_smoothing), float(logit_scale), float(lse_square_scale), cap, ignore_index, group)
@@ -429,7 +428,6 @@ def linear_cross_entropy(
     than four. Not where the gradient of the loss is not one number, and not in float16: most gradients of logits are too
     small for it, until the backward brings the factor of a loss scaler.
     """
-    require('fused_linear_cross_entropy_loss', x=x, target=target, weight=weight)
     if under_autocast(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

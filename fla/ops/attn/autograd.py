@@ -10,7 +10,7 @@ import torch
 from fla.ops.attn.kernels.launch import attention_backward, attention_forward
 from fla.ops.backends.opaque import opaque
 from fla.ops.common.assembler import sound_products
-from fla.ops.common.triton_call import DEVICES, flat, on_device_of, require_triton
+from fla.ops.common.triton_call import DEVICES, flat, on_device_of
 
 
 def _forward(
@@ -89,7 +89,6 @@ def attention(
     kernel: Callable[..., Any] = _attention,
 ) -> torch.Tensor:
     """`parallel_attn` on Triton; or by another `kernel` that takes and returns the same."""
-    require_triton('parallel_attn', q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     o: torch.Tensor = kernel(q, k, v, g, sink_bias, cu_seqlens, scale, 0 if window_size is None else window_size)
     return o

@@ -7,6 +7,7 @@ import torch
 from fla.ops.attn.checks import check_parallel
 from fla.ops.attn.on_triton import AttentionOnTriton
 from fla.ops.backends import dispatch
+from fla.ops.common.triton_call import require_triton
 
 
 @dispatch('attn', check=check_parallel, default_verifier=AttentionOnTriton)
@@ -45,6 +46,7 @@ def parallel_attn(
     Source: Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762; g: Lin et al. 2025, "Forgetting Transformer",
     arXiv 2503.02130; sinks: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453.
     """
+    require_triton('parallel_attn', q)
     from fla.ops.attn.autograd import attention
 
     # chunk_indices says nothing that cu_seqlens does not

@@ -7,12 +7,15 @@ import itertools
 import math
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fla.ops.backends import check_tensors
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# of float32
+LARGEST = torch.finfo(torch.float32).max
 MAX_HEAD_DIM = 256
 
 
@@ -82,20 +85,26 @@ def is_number(value: object) -> bool:
 
 
 def is_plain_scale(scale: object) -> bool:
-    """Whether it is what most are: a finite float."""
-    return type(scale) is float and -math.inf < scale < math.inf
+    """Whether it is what most are: a float, finite in float32."""
+    return type(scale) is float and -LARGEST <= scale <= LARGEST
 
 
 def check_scale(scale: object) -> None:
-    """A finite number, or None for 1 / sqrt(K)."""
+    """A number that is finite in float32, or None for 1 / sqrt(K)."""
     if scale is None:
         return
     if not is_number(scale):
         raise TypeError(f'scale must be a number or None, got {type(scale).__name__}')
     check_64_bits('scale', scale)
-    if not -math.inf < scale < math.inf:  # type: ignore[operator]
-        # kernels differ in where NaN comes of it, and some make zeros
-        raise ValueError(f'scale must be finite, got {scale}')
+    # kernels differ in where NaN comes of one that is not, and some make zeros
+    check_float32('scale', scale)
+
+
+def check_float32(name: str, value: Any) -> None:
+    """A number that is finite in float32, in which kernels compute."""
+    if not -LARGEST <= value <= LARGEST:
+        allowed = f'at most {LARGEST:.5g}, the largest number of float32' if math.isfinite(value) else 'finite'
+        raise ValueError(f'{name} must be {allowed}, got {value}')
 
 
 def check_64_bits(name: str, value: object) -> None:
@@ -294,6 +303,9 @@ def check_raw_gate(
         raise ValueError(f'g must be {meaning}, got shape {list(g.shape)}')
     if g.dtype not in FLOATS:
         raise TypeError(f'g must be float16, bfloat16, float32 or float64, got {g.dtype}')
+    for name, value in (('A_log', A_log), ('dt_bias', dt_bias)):
+        if value is not None and value.dtype not in FLOATS:
+            raise TypeError(f'{name} must be float16, bfloat16, float32 or float64, got {value.dtype}')
     check_lower_bound(False, True, lower_bound)
     heads = g.shape[-least]
     if A_log is None and lower_bound is None:
@@ -331,12 +343,14 @@ def check_plain_gates(
 
 def check_lower_bound(safe_gate: bool, use_gate_in_kernel: bool, lower_bound: float | None) -> None:
     """`safe_gate` promises g ≥ −5 a step: with raw gates that needs `lower_bound` in [−5, 0)."""
-    if lower_bound is not None and not is_number(lower_bound):
-        raise TypeError(f'lower_bound must be a number, got {type(lower_bound).__name__}')
-    if lower_bound is not None and not -math.inf < lower_bound < 0:
-        raise ValueError(f'lower_bound must be negative and finite (usually -5), got {lower_bound}')
-    if lower_bound is not None and not use_gate_in_kernel:
-        raise ValueError('lower_bound belongs to raw gates: pass use_gate_in_kernel=True, or leave lower_bound out')
+    if lower_bound is not None:
+        if not is_number(lower_bound):
+            raise TypeError(f'lower_bound must be a number, got {type(lower_bound).__name__}')
+        check_64_bits('lower_bound', lower_bound)
+        if not -LARGEST <= lower_bound < 0:
+            raise ValueError(f'lower_bound must be negative and finite in float32 (usually -5), got {lower_bound}')
+        if not use_gate_in_kernel:
+            raise ValueError('lower_bound belongs to raw gates: pass use_gate_in_kernel=True, or leave lower_bound out')
     if safe_gate and use_gate_in_kernel and (lower_bound is None or lower_bound < -5):
         raise ValueError(f'safe_gate=True with raw gates needs lower_bound in [-5, 0), got {lower_bound}')
 

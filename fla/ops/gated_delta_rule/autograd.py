@@ -10,7 +10,7 @@ from fla.ops.backends.opaque import opaque
 from fla.ops.common.assembler import sound_products
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.decode import decode
-from fla.ops.common.triton_call import DEVICES, as_stored, flat, no_steps, on_device_of, require_triton
+from fla.ops.common.triton_call import DEVICES, as_stored, flat, no_steps, on_device_of
 from fla.ops.gated_delta_rule.kernels.launch import Options, chunk_backward, chunk_forward
 
 _TENSORS = (
@@ -140,7 +140,6 @@ def chunk(
     dt_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`chunk_gated_delta_rule` on Triton."""
-    require_triton('chunk_gated_delta_rule', q)
     count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if q.shape[1] == 0 or count == 0:
         return no_steps(q, v, count, initial_state, output_final_state, state_v_first)
@@ -188,9 +187,6 @@ def fused_recurrent(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`fused_recurrent_gated_delta_rule` on Triton. Its kernel has no gradient: the chunked form, which computes the same,
     serves a call that needs one."""
-    # a decode step waits for every question
-    if not q.is_cuda:
-        require_triton('fused_recurrent_gated_delta_rule', q)
     given = (q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         if gk is not None or gv is not None:

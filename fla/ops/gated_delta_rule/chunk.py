@@ -6,6 +6,7 @@ import torch
 
 from fla.ops.backends import dispatch
 from fla.ops.common.on_triton import ChunksOnTriton, chunks_of_64
+from fla.ops.common.triton_call import require_triton
 from fla.ops.gated_delta_rule.checks import check_chunk
 
 
@@ -63,6 +64,7 @@ def chunk_gated_delta_rule(
 
     Source: Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv 2412.06464.
     """
+    require_triton('chunk_gated_delta_rule', q)
     from fla.ops.gated_delta_rule.autograd import chunk
 
     return chunk(

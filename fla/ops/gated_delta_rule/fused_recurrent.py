@@ -7,6 +7,7 @@ import torch
 from fla.ops.backends import dispatch
 from fla.ops.backends.tensors import any_requires_grad
 from fla.ops.common.on_triton import DeltaRuleOnTriton, recurrent_on_triton
+from fla.ops.common.triton_call import require_triton
 from fla.ops.gated_delta_rule.checks import check_fused_recurrent
 
 
@@ -69,6 +70,9 @@ def fused_recurrent_gated_delta_rule(
 
     Source: as for `chunk_gated_delta_rule`.
     """
+    # a decode step waits for every question
+    if not q.is_cuda:
+        require_triton('fused_recurrent_gated_delta_rule', q)
     from fla.ops.gated_delta_rule.autograd import fused_recurrent
 
     return fused_recurrent(

@@ -12,7 +12,7 @@ from fla.ops.common.assembler import sound_products
 from fla.ops.common.kernels import precision as precisions
 from fla.ops.common.kernels.decode import decode
 from fla.ops.common.kernels.layout import layout_of
-from fla.ops.common.triton_call import DEVICES, as_stored, flat, in_rows, no_steps, on_device_of, require_triton
+from fla.ops.common.triton_call import DEVICES, as_stored, flat, in_rows, no_steps, on_device_of
 from fla.ops.kda.kernels.launch import BLOCKS, SIZE, Saved, Settings, Within, chunk_backward, chunk_forward, within_chunks
 
 _TENSORS = (
@@ -207,7 +207,6 @@ def chunk(
     kernel: Callable[..., Any] = _chunk,
 ) -> Any:
     """`chunk_kda` on Triton; or by another `kernel` that takes and returns the same."""
-    require_triton('chunk_kda', q)
     count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if q.shape[1] == 0 or count == 0:
         o, final = no_steps(q, v, count, initial_state, output_final_state, state_v_first)
@@ -267,9 +266,6 @@ def fused_recurrent(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`fused_recurrent_kda` on Triton. Its kernel has no gradient: the chunked form, which computes the same, serves a call
     that needs one."""
-    # a decode step waits for every question
-    if not q.is_cuda:
-        require_triton('fused_recurrent_kda', q)
     given = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         o, final = chunk(

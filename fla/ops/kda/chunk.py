@@ -6,6 +6,7 @@ import torch
 
 from fla.ops.backends import dispatch
 from fla.ops.common.on_triton import ChunksOnTriton, chunks_of_64
+from fla.ops.common.triton_call import require_triton
 from fla.ops.kda.checks import check_chunk
 
 
@@ -70,6 +71,7 @@ def chunk_kda(
 
     Source: Kimi Team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture", arXiv 2510.26692.
     """
+    require_triton('chunk_kda', q)
     from fla.ops.kda.autograd import chunk
 
     result: tuple[torch.Tensor, torch.Tensor | None] = chunk(

@@ -6,6 +6,7 @@ import torch
 
 from fla.ops.backends import dispatch
 from fla.ops.common.on_triton import DeltaRuleOnTriton, recurrent_on_triton
+from fla.ops.common.triton_call import require_triton
 from fla.ops.kda.checks import check_fused_recurrent
 
 
@@ -58,6 +59,9 @@ def fused_recurrent_kda(
 
     Source: as for `chunk_kda`.
     """
+    # a decode step waits for every question
+    if not q.is_cuda:
+        require_triton('fused_recurrent_kda', q)
     from fla.ops.kda.autograd import fused_recurrent
 
     return fused_recurrent(

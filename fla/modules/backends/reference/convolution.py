@@ -56,8 +56,10 @@ class ReferenceConvolution:
         # what goes into the sum is x, not x as the cache rounds it
         taps = [*(inputs[..., w] for w in range(weight.shape[1] - 1)), now[..., 0]]
         y = _filter(taps, weight, bias, activation).reshape(x.shape)
+        y = (y if residual is None else y + wide(residual)).to(x.dtype)
+        # last, so that a call that fails has changed nothing
         overwrite(cache, inputs)
-        return (y if residual is None else y + wide(residual)).to(x.dtype), cache
+        return y, cache
 
 
 def _filter(
