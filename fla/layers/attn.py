@@ -108,11 +108,11 @@ class Attention(nn.Module):
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            attention_mask: `[B, S]`, 1 for steps and 0 for padding anywhere, S all steps up to now, cached ones included.
-                Padding is not seen, has no position, and gets zeros out. With nothing cached yet, steps are packed, which
-                waits for the device, or in compiled code and in a CUDA graph capture costs the work on padding. After cached
-                ones, and in compiled code on a CPU, PyTorch's attention serves the call and not `parallel_attn`, with a mask
-                `[B, T, S]`.
+            attention_mask: `[B, S]`, 1 for steps and 0 for padding anywhere, not negative; S are all steps up to now, cached
+                ones included. Padding is not seen, has no position, and gets zeros out. With nothing cached yet, steps are
+                packed, which waits for the device, or in compiled code and in a CUDA graph capture costs the work on
+                padding. After cached ones, and in compiled code on a CPU, PyTorch's attention serves the call and not
+                `parallel_attn`, with a mask `[B, T, S]`.
             past_key_values: the keys and values to go on from, updated in place; not with `cu_seqlens`.
             output_attentions: must be False; the weights are not kept.
             use_cache: with no `past_key_values`, make a new cache.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fla.modules.checks import check_floating
+from fla.modules.checks import check_floating, check_mask
 from fla.ops.backends import check_tensors
-from fla.ops.common.checks import FLOATS, check_cu_seqlens, check_dense, check_given, readable
-
-MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
+from fla.ops.common.checks import check_cu_seqlens, check_dense, check_given
 
 
 def check_hidden(
@@ -35,10 +33,4 @@ def check_hidden(
             f'attention_mask must be [B, S], 1 for steps and 0 for padding, with B = {batch} and S at least T = {length}, '
             f'got {list(attention_mask.shape)}'
         )
-    if attention_mask.dtype not in MASKS:
-        raise TypeError(f'attention_mask must be of bool, integers or floats, got {attention_mask.dtype}')
-    if attention_mask.dtype.is_signed and readable(attention_mask) and bool((attention_mask < 0).any()):
-        raise ValueError(
-            'attention_mask must be 1 for steps and 0 for padding, got negative numbers: one that is added to scores, with '
-            '-inf for padding, is attention_mask == 0'
-        )
+    check_mask('attention_mask', attention_mask)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ from fla.layers.checks import check_hidden
 from fla.layers.padding import Packing
 from fla.modules.checks import check_finite, check_int, check_sizes
 from fla.modules.convolution import ShortConvolution, changes_cache
+from fla.ops.backends.tensors import in_func_transform
 from fla.ops.common.checks import MAX_HEAD_DIM
 
 
@@ -57,16 +57,16 @@ class DeltaLayer(nn.Module):
             check_int('layer_idx', layer_idx)
         if self.num_v_heads % num_heads:
             raise ValueError(f'num_v_heads must be a multiple of num_heads = {num_heads}, got {num_v_heads}')
-        self.head_k_dim, self.head_v_dim = head_dim, int(head_dim * expand_v)
-        if self.head_v_dim != head_dim * expand_v or self.head_v_dim < 1:
+        if not (head_dim * expand_v >= 1 and head_dim * expand_v % 1 == 0):
             raise ValueError(
                 f'expand_v times head_dim = {head_dim} must be a whole number from 1 on, got expand_v = {expand_v}'
             )
         if head_dim > MAX_HEAD_DIM:
             raise ValueError(f'head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}')
+        self.head_k_dim, self.head_v_dim = head_dim, int(head_dim * expand_v)
         # Wider heads of v than the operation takes are several, of the same decays and beta: columns of a state do not mix.
-        fewest = -(-self.head_v_dim // MAX_HEAD_DIM)
-        self._parts = next(n for n in itertools.count(fewest) if self.head_v_dim % n == 0)
+        widest = next(n for n in range(MAX_HEAD_DIM, 0, -1) if self.head_v_dim % n == 0)
+        self._parts = self.head_v_dim // widest
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self.use_short_conv, self.allow_neg_eigval = use_short_conv, allow_neg_eigval
 
@@ -140,10 +140,10 @@ class DeltaLayer(nn.Module):
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            attention_mask: `[B, S]`, 1 for steps and 0 for padding anywhere; the last T columns are of `hidden_states`.
-                Padding changes no state, and gets zeros out. Costs a wait for the device, or in compiled code and in a CUDA
-                graph capture the work on padding, or, where one step goes on from states, some small launches; where no new
-                step is padding, as in generation, it may be left out.
+            attention_mask: `[B, S]`, 1 for steps and 0 for padding anywhere, not negative; the last T columns are of
+                `hidden_states`. Padding changes no state, and gets zeros out. Costs a wait for the device, or in compiled
+                code and in a CUDA graph capture the work on padding, or, where one step goes on from states, some small
+                launches; where no new step is padding, as in generation, it may be left out.
             past_key_values: the states to go on from, updated in place.
             use_cache: with no `past_key_values`, make a new cache.
             output_attentions: must be False; there are no attention weights.
@@ -208,10 +208,10 @@ class DeltaLayer(nn.Module):
                 before = state.conv if packing is None else tuple(packing.states(past) for past in state.conv)
             results = []
             for convolution, y, past in zip(convolutions, projected, before, strict=True):
-                in_place = padding is None and past is not None and changes_cache(y, past, cu_seqlens)
+                if state is not None and past is not None and padding is None and changes_cache(y, past, cu_seqlens):
+                    # until the recurrence has taken the step too; of a transform PyTorch refuses it, and writes nothing
+                    state.torn |= not in_func_transform()
                 results.append(_convolved(convolution, y, past, state is not None, cu_seqlens, padding))
-                if state is not None and in_place:
-                    state.torn = True  # until the recurrence has taken the step too
             (q, k, v), conv = (y for y, _ in results), tuple(after for _, after in results)
         else:
             q, k, v = (F.silu(y) for y in projected)

@@ -8,17 +8,21 @@ find that nothing is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fla.ops.backends import check_tensors
-from fla.ops.common.checks import FLOATS, check_64_bits, check_dense, check_float32, check_given, is_number
+from fla.ops.common.checks import FLOATS, check_64_bits, check_dense, check_given, is_number, readable
 from fla.ops.common.reference import autocast_is_on
 from fla.ops.common.triton_call import require_triton
 
 SILU = ('silu', 'swish')
+
+_WHOLE = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
+MASKS = (torch.bool, *_WHOLE, *FLOATS)
 
 
 def is_plain(tensor: Any) -> bool:
@@ -56,6 +60,20 @@ def check_floating(**tensors: torch.Tensor | None) -> None:
             raise TypeError(f'{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}')
 
 
+def check_mask(name: str, mask: torch.Tensor | None) -> None:
+    """A mask is 0 for padding and anything else for steps, and none that is made to be added to scores."""
+    check_dense(name, mask)
+    if mask is None:
+        return
+    if mask.dtype not in MASKS:
+        raise TypeError(f'{name} must be bool, whole numbers or float16, bfloat16, float32 or float64, got {mask.dtype}')
+    if mask.dtype.is_signed and readable(mask) and bool((mask < 0).any()):
+        raise ValueError(
+            f'{name} must be 1 for steps and 0 for padding, got negative numbers: of one that is added to scores, with -inf '
+            f'for padding, pass {name} == 0'
+        )
+
+
 def check_shape(name: str, tensor: torch.Tensor | None, wanted: Sequence[int | torch.SymInt], meaning: str) -> None:
     """A tensor that is given is dense and has the wanted shape."""
     check_dense(name, tensor)
@@ -77,11 +95,12 @@ def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
 
 
 def check_finite(name: str, value: Any) -> None:
-    """A number that is neither infinite nor NaN, nor so in float32."""
+    """A number that is neither infinite nor NaN."""
     if not is_number(value):
         raise TypeError(f'{name} must be a number, got {type(value).__name__}')
     check_64_bits(name, value)
-    check_float32(name, value)
+    if not -math.inf < value < math.inf:
+        raise ValueError(f'{name} must be finite, got {value}')
 
 
 def check_int(name: str, value: object) -> None:

@@ -9,6 +9,7 @@ from fla.modules.checks import (
     SILU,
     check_choice,
     check_floating,
+    check_mask,
     check_shape,
     check_sizes,
     check_written,
@@ -253,7 +254,7 @@ class ShortConvolution(nn.Conv1d):
         Args:
             x: `[B, T, D]`.
             residual: shaped like x, added last.
-            mask: `[B, T]`, 0 where x is padding and counts as zero; not with `cu_seqlens`.
+            mask: `[B, T]`, 0 where x is padding and counts as zero, not negative elsewhere; not with `cu_seqlens`.
             cache: `[N, D, W]`, the W steps before the first. With `T == 1` and without `cu_seqlens`, as in decoding, it is
                 changed in place, see `causal_conv1d_update` about gradients, unless it is an initial state: a leaf that
                 requires a gradient or a view of one, which is learnt, or one whose elements share memory, as of a state that
@@ -291,6 +292,7 @@ class ShortConvolution(nn.Conv1d):
         if mask is not None and cu_seqlens is not None:
             raise ValueError('mask is for padded batches and cu_seqlens for packed ones: pass one of them')
         check_shape('mask', mask, x.shape[:2], '[B, T]')
+        check_mask('mask', mask)
         if cache is not None:
             check_floating(cache=cache)
             check_shape('cache', cache, (check_cu_seqlens(x, cu_seqlens), channels, width), '[N, D, W]')

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# below it float32 loses digits, and kernels may take a number for 0
-_SMALLEST = torch.finfo(torch.float32).tiny
 # whole numbers of a dtype are below this, and at least minus this
 _RANGE = {torch.int32: 2**31, torch.int64: 2**63}
 
@@ -56,10 +54,8 @@ def check_numbers(label_smoothing: float, logit_scale: float, logit_softcapping:
     check_finite('logit_scale', logit_scale)
     if logit_softcapping is not None:
         check_finite('logit_softcapping', logit_softcapping)
-        if not logit_softcapping >= _SMALLEST:
-            raise ValueError(
-                f'logit_softcapping must be positive, from {_SMALLEST:.2g} on (float32), or None, got {logit_softcapping}'
-            )
+        if not logit_softcapping > 0:
+            raise ValueError(f'logit_softcapping must be positive or None, got {logit_softcapping}')
 
 
 def _check_range(ignore_index: int, dtype: torch.dtype) -> None:
@@ -125,7 +121,7 @@ def cross_entropy_loss(
         target: `[N]`, int32 or int64, in `[0, V)`. Rows whose target is `ignore_index` have loss and gradient 0. On a GPU,
             where reading it would wait, any other number makes the loss of its row and its gradient NaN.
         label_smoothing: e, the part of the target's weight that is spread over all classes.
-        logit_scale, logit_softcapping: scale first, then the cap; None: no cap.
+        logit_scale, logit_softcapping: scale first, then the cap, which is positive; None: no cap.
         lse_square_scale: weight of the z-loss.
         inplace_backward: the gradient may be written over the logits, which then must not be read after the backward pass.
             Saves memory for N V numbers. Done in eager code on a GPU where the logits are contiguous and the whole of their

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from fla.modules.checks import check_dims, check_eps, check_floating, check_int,
 from fla.modules.on_triton import on_triton
 from fla.ops.backends import dispatch
 from fla.ops.backends.backend import Verdict
-from fla.ops.common.checks import LARGEST, check_given
+from fla.ops.common.checks import check_given
 
 norm_on_triton = on_triton('x', 'residual', 'g', 'weight', 'bias')
 
@@ -31,7 +32,7 @@ def fit(
     return (
         len(row) == 1
         and type(eps) is float
-        and 0 <= eps <= LARGEST
+        and 0 <= eps < math.inf
         and (weight is None or fits(weight, row, device))
         and (bias is None or fits(bias, row, device))
         and (residual is None or fits(residual, shape, device))

@@ -118,7 +118,8 @@ def check_offsets(
     check_tensors(x=x, cu_seqlens=cu_seqlens)
     count = check_cu_seqlens(x, cu_seqlens, None, check_values)
     if not isinstance(offsets, torch.Tensor):
-        return check_int(name, offsets)
+        check_int(name, offsets)
+        return check_64_bits(f'{name} + T', offsets + x.shape[1])
     check_tensors(x=x, **{name: offsets})
     check_shape(name, offsets, (count,), 'an int or a tensor [N]')
     if offsets.dtype not in (torch.int32, torch.int64):
@@ -275,8 +276,7 @@ class RotaryEmbedding(nn.Module):
         position_ids: torch.Tensor | None,
     ) -> None:
         if type(seqlen_offset) is int and cu_seqlens is position_ids is None and self._are_usual(q, k):
-            check_64_bits('seqlen_offset', seqlen_offset)
-            return
+            return check_64_bits('seqlen_offset + T', seqlen_offset + q.shape[1])
         check_given(q=q, k=k)
         check_floating(q=q, k=k)
         for name, x in (('q', q), ('k', k)):

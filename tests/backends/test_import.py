@@ -203,7 +203,7 @@ def test_operations_and_layers_run_without_triton():
         assert name in functions
 
 
-def test_without_dispatch_and_without_triton_functions_say_what_they_need():
+def test_without_dispatch_functions_on_a_cpu_say_that_they_need_a_gpu_and_not_triton():
     python(
         """
         import sys

@@ -111,9 +111,22 @@ def test_a_step_that_fails_half_way(monkeypatch, name):
         assert error(layer(x)[0][:, 4:], layer(x[:, 4:], past_key_values=before)[0]) < bound(name)
 
 
+def test_a_hook_that_raises_leaves_a_torn_cache():
+    """Of the first convolution, which has taken the step."""
+    layer, x = make('gdn'), hidden(1, 5)
+    with torch.no_grad():
+        cache = layer(x[:, :4], use_cache=True)[2]
+        hook = layer.q_conv1d.register_forward_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            layer(x[:, 4:], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(ValueError, match='was changed in part by a step that failed'):
+            layer(x[:, 4:], past_key_values=cache)
+
+
 def test_a_step_that_changed_nothing_may_be_made_again(monkeypatch):
     """A packed one, which takes new tensors; one that fails before its convolutions; one that PyTorch refuses, as it would
-    write what is captured by a transform."""
+    write into what a transform has captured."""
     layer, x = make('gdn'), hidden(1, 5)
 
     def fail(*args, **options):
@@ -122,9 +135,12 @@ def test_a_step_that_changed_nothing_may_be_made_again(monkeypatch):
     with torch.no_grad():
         cache = layer(x[:, :4], use_cache=True)[2]
         before = copy.deepcopy(cache)
-        for name, options in (('fused_recurrent', {'cu_seqlens': torch.tensor([0, 1])}), ('conv', {})):
+        for thing, name, options in (
+            (type(layer), 'fused_recurrent', {'cu_seqlens': torch.tensor([0, 1])}),
+            (layer.v_proj, 'forward', {}),
+        ):
             with monkeypatch.context() as patch:
-                patch.setattr(*((type(layer), name) if name == 'fused_recurrent' else (layer.q_conv1d, 'forward')), fail)
+                patch.setattr(thing, name, fail)
                 with pytest.raises(torch.OutOfMemoryError):
                     layer(x[:, 4:], past_key_values=cache, **options)
     with pytest.raises(RuntimeError, match='mutate a captured Tensor'):

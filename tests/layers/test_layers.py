@@ -591,22 +591,22 @@ def test_layers_of_a_model_share_a_cache():
         (
             lambda gdn, attn, x: gdn(x, torch.ones(2, 4).log() - torch.inf),
             ValueError,
-            'got negative numbers: one that is added',
+            'got negative numbers: of one that is added',
         ),
         (
             lambda gdn, attn, x: attn(x, -10000 * torch.eye(2, 4).long()),
             ValueError,
-            'got negative numbers: one that is added',
+            'got negative numbers: of one that is added',
         ),
         (
             lambda gdn, attn, x: gdn(x, torch.ones(2, 4).cfloat()),
             TypeError,
-            'attention_mask must be of bool, integers or floats, got torch.complex64',
+            'attention_mask must be bool, .* got torch.complex64',
         ),
         (
             lambda gdn, attn, x: attn(x, torch.ones(2, 4).to(torch.float8_e5m2)),
             TypeError,
-            'attention_mask must be of bool, integers or floats, got torch.float8_e5m2',
+            'attention_mask must be bool, .* got torch.float8_e5m2',
         ),
         (
             lambda gdn, attn, x: gdn(x[:1], attention_mask=torch.ones(1, 4), cu_seqlens=torch.tensor([0, 4])),
@@ -663,7 +663,7 @@ def test_layers_of_a_model_share_a_cache():
         (lambda gdn, attn, x: KimiDeltaAttention(12, num_v_heads=0), ValueError, 'num_v_heads must be at least 1, got 0'),
         (lambda gdn, attn, x: KimiDeltaAttention(12, conv_size=0), ValueError, 'conv_size must be at least 1, got 0'),
         (lambda gdn, attn, x: GatedDeltaNet(12, '1'), TypeError, 'expand_v must be a number, got str'),
-        (lambda gdn, attn, x: GatedDeltaNet(12, 1e307, 4, 2), ValueError, 'expand_v must be at most 3.4028e.38'),
+        (lambda gdn, attn, x: GatedDeltaNet(12, 1e308, 40, 2), ValueError, 'from 1 on, got expand_v = 1e.308'),
         (lambda gdn, attn, x: GatedDeltaNet(12, -1, 4, 2), ValueError, 'from 1 on, got expand_v = -1'),
         (lambda gdn, attn, x: Attention(12, 4, 3), ValueError, 'num_heads = 4 must be a multiple'),
         (lambda gdn, attn, x: Attention(12, 5), ValueError, 'hidden_size = 12 must be a multiple'),

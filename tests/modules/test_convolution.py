@@ -352,6 +352,16 @@ def test_a_cache_made_in_inference_mode():
         (lambda x, w: ShortConvolution(3, 4, backend='cudnn'), ValueError, 'backend must be one of'),
         (lambda x, w: ShortConvolution(3, 4)(x, mask=x), ValueError, r'mask must be \[B, T\]'),
         (
+            lambda x, w: ShortConvolution(3, 4)(x, mask=x[..., 0].abs() - 9),
+            ValueError,
+            'mask must be 1 .*, got negative numbers',
+        ),
+        (
+            lambda x, w: ShortConvolution(3, 4)(x, mask=x[..., 0].cfloat()),
+            TypeError,
+            'mask must be bool, .* got torch.complex64',
+        ),
+        (
             lambda x, w: ShortConvolution(3, 4)(x[:1], mask=x[:1, :, 0], cu_seqlens=torch.tensor([0, 5])),
             ValueError,
             'mask is for padded batches',

@@ -191,22 +191,7 @@ BAD = [
     (lambda x, t: cross_entropy_loss(x, t + 4), ValueError, r'target must be in \[0, 4\) or ignore_index = -100, got'),
     (lambda x, t: cross_entropy_loss(x, t, label_smoothing=1.5), ValueError, 'label_smoothing must be between 0 and 1'),
     (lambda x, t: cross_entropy_loss(x, t, logit_scale='1'), TypeError, 'logit_scale must be a number, got str'),
-    (
-        lambda x, t: cross_entropy_loss(x, t, logit_softcapping=0.0),
-        ValueError,
-        'logit_softcapping must be positive, from 1.2',
-    ),
-    (
-        lambda x, t: cross_entropy_loss(x, t, logit_softcapping=1e-46),
-        ValueError,
-        'logit_softcapping must be positive, from 1.2',
-    ),
-    (
-        lambda x, t: cross_entropy_loss(x, t, logit_softcapping=1e39),
-        ValueError,
-        'logit_softcapping must be at most 3.4028e.38',
-    ),
-    (lambda x, t: cross_entropy_loss(x, t, logit_scale=-1e39), ValueError, 'logit_scale must be at most 3.4028e.38'),
+    (lambda x, t: cross_entropy_loss(x, t, logit_softcapping=0.0), ValueError, 'logit_softcapping must be positive or None'),
     (
         lambda x, t: cross_entropy_loss(x, t, logit_softcapping=math.inf),
         ValueError,
@@ -282,7 +267,7 @@ BAD = [
             ({'label_smoothing': 2.0}, ValueError, 'label_smoothing must be between 0 and 1, got 2.0'),
             ({'label_smoothing': None}, TypeError, 'label_smoothing must be a number'),
             ({'logit_scale': math.inf}, ValueError, 'logit_scale must be finite'),
-            ({'logit_softcapping': 0.0}, ValueError, 'logit_softcapping must be positive, from 1.2'),
+            ({'logit_softcapping': 0.0}, ValueError, 'logit_softcapping must be positive or None'),
             ({'ignore_index': 1.0}, TypeError, 'ignore_index must be an int'),
             ({'ignore_index': 2**63}, ValueError, 'ignore_index must be within 64 bits'),
         )

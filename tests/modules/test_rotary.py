@@ -283,7 +283,12 @@ def test_scores_depend_on_distance_alone_far_away():
             ValueError,
             "'seqlen_offsets' is on meta",
         ),
-        (lambda x, c: RotaryEmbedding(4)(x, x, 2**64), ValueError, 'seqlen_offset must be within 64 bits'),
+        (lambda x, c: RotaryEmbedding(4)(x, x, 2**63 - 1), ValueError, r'seqlen_offset \+ T must be within 64 bits'),
+        (
+            lambda x, c: rotary_embedding(x, c, c, seqlen_offsets=2**63 - 1),
+            ValueError,
+            r'seqlen_offsets \+ T must be within',
+        ),
         (lambda x, c: RotaryEmbedding(-2), ValueError, 'dim must be even and not negative, got -2'),
         (lambda x, c: rotary_embedding(x, c[0], c[0]), ValueError, r'cos must be \[S, R / 2\]'),
         (lambda x, c: rotary_embedding(x, c, c[:2]), ValueError, 'sin must be shaped like cos'),

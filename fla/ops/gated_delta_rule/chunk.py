@@ -43,7 +43,7 @@ def chunk_gated_delta_rule(
         v: `[B, T, HV, V]`, the dtype of q; HV a multiple of H: value head i reads head i // (HV // H).
         g: log decay `[B, T, HV]`, at most 0, the dtype of q or float32; raw with `use_gate_in_kernel`.
         beta: `[B, T, HV]`, the dtype of q or float32; logits with `use_beta_sigmoid_in_kernel`.
-        scale: of q. Default: K ** -0.5.
+        scale: of q, finite. Default: K ** -0.5.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; not changed.
         output_final_state: return the state after the last step.
         use_qk_l2norm_in_kernel: q and k are divided by their norms, `x rsqrt(sum x^2 + 1e-6)`.

@@ -46,12 +46,13 @@ def chunk_kda(
         v: `[B, T, HV, V]`, the dtype of q; HV a multiple of H: value head i reads head i // (HV // H).
         g: log decay per channel `[B, T, HV, K]`, at most 0, the dtype of q or float32; raw with `use_gate_in_kernel`.
         beta: `[B, T, HV]`, the dtype of q or float32; logits with `use_beta_sigmoid_in_kernel`.
-        scale: of q. Default: K ** -0.5.
+        scale: of q, finite. Default: K ** -0.5.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; not changed.
         output_final_state: return the state after the last step.
         use_qk_l2norm_in_kernel: q and k are divided by their norms, `x rsqrt(sum x^2 + 1e-6)`.
         use_gate_in_kernel: the decay is `-exp(A_log) softplus(g + dt_bias)`, with A_log `[HV]` and dt_bias `[HV * K]`; with
-            `lower_bound` it is `lower_bound sigmoid(exp(A_log) (g + dt_bias))`, where A_log may be left out.
+            `lower_bound`, which is negative, it is `lower_bound sigmoid(exp(A_log) (g + dt_bias))`, where A_log may be left
+            out.
         use_beta_sigmoid_in_kernel: beta is `sigmoid(beta)`, with `allow_neg_eigval` twice that.
         safe_gate: a promise that g >= -5 at every step, which some backends need; raw gates need `lower_bound` for it.
         disable_recompute: keep what the backward pass would compute again: faster, with more memory.
