@@ -1,6 +1,7 @@
 """Helpers of the module tests."""
 
 import contextlib
+import itertools
 
 import torch
 
@@ -19,10 +20,17 @@ def error(expected, got):
     return float((expected - got).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-30))
 
 
-def tensor(*shape, dtype=torch.float64, grad=False, seed=[0]):  # noqa: B006 - counts the calls
+# of the tensors that a test makes; begun anew with each, so that its numbers do not depend on what ran before
+seeds = itertools.count()
+
+# of what gradients are weighted with, which must not be an argument again: a gradient may then be nothing but rounding
+WEIGHTS = 1_000_000
+
+
+def tensor(*shape, dtype=torch.float64, grad=False, seed=None):
     """A random tensor with values that every dtype holds exactly, so that the oracle sees the same."""
-    seed[0] += 1
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed[0]), dtype=torch.float64)
+    seed = next(seeds) if seed is None else seed
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return x.bfloat16().to(torch.float16).to(dtype).requires_grad_(grad)
 
 
@@ -55,7 +63,7 @@ def check(function, oracle, arguments, bound, **options):
     for call, inputs in ((function, given), (oracle, exact)):
         out = call(**inputs, **options)
         out = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
-        weights = [tensor(*x.shape, seed=[77 + i]) for i, x in enumerate(out)]
+        weights = [tensor(*x.shape, seed=WEIGHTS + i) for i, x in enumerate(out)]
         loss = sum((x.double() * w).sum() for x, w in zip(out, weights, strict=True))
         results.append((out, torch.autograd.grad(loss, list(inputs.values()))))
     (got, got_grads), (expected, expected_grads) = results

@@ -14,7 +14,7 @@ from tests import bounds
 from tests.triton_support.compile_only import compile_only
 
 from .convolution import UPDATES, check_update
-from .oracle import served_by, tensor
+from .oracle import WEIGHTS, served_by, tensor
 from .test_convolution import oracle
 
 KERNEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,7 +34,7 @@ def against_the_formula(arguments, bounds_of, **options):
         given = {n: (t.detach().double() if wide else t.detach()).requires_grad_() for n, t in arguments.items()}
         out = call(**given, **options) if wide else on_triton(call, **given, **options)
         out = [one for one in out if one is not None][: 2 if options['output_final_state'] else 1]
-        weights = [tensor(*one.shape, seed=[77 + i]) for i, one in enumerate(out)]
+        weights = [tensor(*one.shape, seed=WEIGHTS + i) for i, one in enumerate(out)]
         loss = sum((one.double() * weight).sum() for one, weight in zip(out, weights, strict=True))
         results.append((out, torch.autograd.grad(loss, list(given.values()), allow_unused=True)))
     (got, got_grads), (expected, expected_grads) = results
