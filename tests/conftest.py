@@ -14,6 +14,8 @@ pytest_plugins = ['tests.triton_support.plugin']
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    # The same numbers whatever ran before. PyTorch's manual_seed would also ask each kind of device.
+    torch.default_generator.manual_seed(0)
     # Asked only by a test that needs it: looking for a GPU may start its driver, which a later fork does not survive.
     if item.get_closest_marker('gpu') and not torch.accelerator.is_available():
         pytest.skip('no accelerator')
