@@ -61,8 +61,7 @@ def check_floating(**tensors: torch.Tensor | None) -> None:
 
 
 def check_mask(name: str, mask: torch.Tensor | None) -> None:
-    """A mask is 0 for padding and anything else for steps, and none that is made to be added to scores."""
-    check_dense(name, mask)
+    """A dense mask is 0 for padding and anything else for steps, and none that is made to be added to scores."""
     if mask is None:
         return
     if mask.dtype not in MASKS:
