@@ -16,7 +16,7 @@ import torch
 from _timing import Burst
 from torch import Tensor
 
-from fla.ops.backends import BackendRegistry, BaseBackend, Dispatcher, Policy, Rule, dispatch, set_policy, telemetry
+from fla.backends import BackendRegistry, BaseBackend, Dispatcher, Policy, Rule, dispatch, set_policy, telemetry
 
 OUT = [torch.tensor(i) for i in range(4)]
 """What the implementations return: 0 the default's sentinel, 1 to 3 those of the first, second and third backend."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fla.ops.backends import BackendRegistry, BaseBackend, dispatch, use_backend
+from fla.backends import BackendRegistry, BaseBackend, dispatch, use_backend
 
 Op = Callable[..., Tensor]
 RESULTS = {'default': 0, 'first': 1, 'second': 2}

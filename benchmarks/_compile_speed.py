@@ -14,7 +14,7 @@ from _changes import First, Op, fresh, inputs, undispatched
 from _timing import Burst, Samples, quiet, timed
 from torch import Tensor, nn
 
-from fla.ops.backends import BackendRegistry, BaseBackend, dispatch
+from fla.backends import BackendRegistry, BaseBackend, dispatch
 
 
 def refuses(V: int) -> Callable[..., Any]:

@@ -74,7 +74,7 @@ def one_off_costs(repeats: int, skipped: list[str]) -> list[dict[str, Any]]:
         met = None if ceiling is None else least <= ceiling
         rows.append({'name': name, 'ms_min': least, 'ms_median': median, 'ceiling_ms': ceiling, 'met': met, **facts})
 
-    for module, ceiling in (('fla', 50.0), ('fla.ops.backends', 50.0), ('fla.ops.kda', None)):
+    for module, ceiling in (('fla', 50.0), ('fla.backends', 50.0), ('fla.ops.kda', None)):
         if not is_there(module):
             skipped.append(f'import {module}: not there yet')
             continue

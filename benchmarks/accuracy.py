@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
         command=command('accuracy', options, 'op'),
         shape=[BATCH, LENGTH, HEADS, DIM],
     )
-    from fla.ops.backends import use_backend
+    from fla.backends import use_backend
 
     with use_backend('default'):
         for row in rows('default', ops):

@@ -205,8 +205,8 @@ def with_new_keys(call: Callable[..., Any], tensors: dict[str, torch.Tensor]) ->
 
 
 def rows(cases: list[str], backends: list[str]) -> Iterator[dict[str, Any]]:
+    from fla.backends import explain
     from fla.ops.attn import parallel_attn
-    from fla.ops.backends import explain
 
     for name in cases:
         shape, asked = CASES[name]

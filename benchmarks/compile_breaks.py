@@ -23,7 +23,7 @@ from _timing import command, machine, parser, table, write_json
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from fla.ops.backends import use_backend
+from fla.backends import use_backend
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def only(backend: str, op: str) -> Any:
     """Within it, this backend runs, or the call raises."""
     if backend == FLA:
         return contextlib.nullcontext()
-    from fla.ops.backends import use_backend
+    from fla.backends import use_backend
 
     return use_backend(backend, op=op)
 

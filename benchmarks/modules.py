@@ -93,7 +93,7 @@ def only(backend: str) -> contextlib.AbstractContextManager[Any]:
     """Within it, this backend runs, or the call raises."""
     if backend in (LIGER, PLAIN, COMPILED, FLA):
         return contextlib.nullcontext()
-    from fla.ops.backends import use_backend
+    from fla.backends import use_backend
 
     return use_backend(backend, op='modules')
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from _machine import cores
 
-from fla.ops.backends import (
+from fla.backends import (
     BackendRegistry,
     BaseBackend,
     Policy,

@@ -216,7 +216,7 @@ def measured(model: Model, phase: str, tokens: torch.Tensor, exact: Results) -> 
 def ran(call: Callable[[], object]) -> dict[str, dict[str, int]]:
     """Which of our backends ran how often in one call; FLA has no such list."""
     try:
-        from fla.ops.backends import trace
+        from fla.backends import trace
     except ImportError:
         return {}
     with trace() as seen:

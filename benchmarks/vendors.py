@@ -33,7 +33,7 @@ from _gpu import gpu_ms, peak_mib
 from _machine import cores, repeatable
 from _results import said
 
-from fla.ops.backends import explain, trace, use_backend
+from fla.backends import explain, trace, use_backend
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.kda import chunk_kda
 from tests import bounds

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fla.ops.backends import BackendRegistry, BaseBackend, NoBackendError, dispatch, explain, trace, use_backend
+from fla.backends import BackendRegistry, BaseBackend, NoBackendError, dispatch, explain, trace, use_backend
 from fla.utils.testing import relative_rms
 
 TOGGLE = 'FLA_DEMO_CHUNKED'

@@ -24,7 +24,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fla.ops.backends import (
+from fla.backends import (
     BackendRegistry,
     BaseBackend,
     NoBackendError,

@@ -37,9 +37,9 @@ PACKAGE, TESTS = 'fla', 'tests'
 FOLDERS = (PACKAGE, TESTS, 'scripts', 'benchmarks', 'examples', 'docs')
 # What the environment of every test is made from.
 EVERYTHING = ('pyproject.toml', 'Makefile', 'constraints.txt', '.ci/run')
-# Operations whose backends are not in `fla.ops.<operation>.backends`: `_OPERATION_BACKEND_MODULES` of fla.ops.backends.
+# Operations whose backends are not in `fla.ops.<operation>.backends`: `_OPERATION_BACKEND_MODULES` of fla.backends.
 ELSEWHERE = {'modules': f'{PACKAGE}.modules'}
-# Names of fla.ops.backends that import the backends of every operation. An unknown name is answered with all known ones.
+# Names of fla.backends that import the backends of every operation. An unknown name is answered with all known ones.
 LOADS_EVERYTHING = {
     'UnknownNameError',
     'describe',
@@ -50,7 +50,7 @@ LOADS_EVERYTHING = {
     'validate',
 }
 WALKS = {'iter_modules', 'walk_packages'}
-IMPORTS_ALL = f'{PACKAGE}.ops.backends.lint.'  # in a test: it may well be run on the package
+IMPORTS_ALL = f'{PACKAGE}.backends.lint.'  # in a test: it may well be run on the package
 
 _HOLE = '\0'  # where an f-string has a value
 _DOTTED = re.compile(rf'[A-Za-z_]\w*(?:\.[\w{_HOLE}]+)*\.?')
@@ -142,7 +142,7 @@ class Tree:
     @functools.cached_property
     def operations(self) -> set[str]:
         """The backends of every operation."""
-        core = f'{PACKAGE}.ops.backends'
+        core = f'{PACKAGE}.backends'
         packages = [m for m in self.modules if m.startswith(f'{PACKAGE}.') and m.endswith('.backends') and m != core]
         return {path for package in packages for path in self.module(package)}
 

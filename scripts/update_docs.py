@@ -3,8 +3,8 @@
     python scripts/update_docs.py            # write them
     python scripts/update_docs.py --check    # exit 1 if one is out of date
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. Sources: `fla.ops.backends.environment.VARIABLES`,
-`fla.ops.backends.lint.RULES`, and `benchmarks/results/*.json`, by their key `benchmark`; each file is one run.
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. Sources: `fla.backends.policy.environment.VARIABLES`,
+`fla.backends.lint.RULES`, and `benchmarks/results/*.json`, by their key `benchmark`; each file is one run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fla.ops.backends.environment import VARIABLES
-from fla.ops.backends.lint import RULES
+from fla.backends.lint import RULES
+from fla.backends.policy.environment import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results'
@@ -30,7 +30,7 @@ Result = dict[str, Any]
 _PHASES = ('forward', 'both')
 
 _WHEN = {
-    'import': 'at import of `fla.ops.backends`',
+    'import': 'at import of `fla.backends`',
     'policy': 'with the policy',
     'first call': 'at the first call',
 }

@@ -53,7 +53,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fla.ops.common import chunked
+from fla.ops.recurrence import chunked
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 

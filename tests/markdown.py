@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from fla.ops.backends import default_dispatcher, thaw_dispatch
+from fla.backends import default_dispatcher, thaw_dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
 

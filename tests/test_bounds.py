@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from fla.ops.common import chunked
 from fla.ops.kda import chunk_kda
+from fla.ops.recurrence import chunked
 from tests import bounds
 from tests.ops.delta_rules import CHUNKED, RAW, case, measure, name_of
 from tests.ops.kernels import EVERYTHING, call, emulate

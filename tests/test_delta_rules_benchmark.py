@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 
-from fla.ops.backends import trace
+from fla.backends import trace
 from tests import markdown
 
 

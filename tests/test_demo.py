@@ -85,7 +85,7 @@ def test_wrong_backends_end_it(tmp_path):
     """A state that decoding disturbs a little, and a gradient that is a tenth too small."""
     (tmp_path / 'wrong.py').write_text(
         textwrap.dedent("""
-        from fla.ops.backends import BaseBackend
+        from fla.backends import BaseBackend
         from fla.ops.gated_delta_rule.backends.reference import GatedDeltaRuleReference
         from fla.ops.kda.backends.reference import KDAReference
 

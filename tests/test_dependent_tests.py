@@ -27,23 +27,25 @@ FILES = {
     'fla/__init__.py': '',
     'fla/utils/__init__.py': '',
     'fla/ops/__init__.py': '',
-    'fla/ops/backends/__init__.py': 'from fla.ops.backends.plan import Plan\n',
-    'fla/ops/backends/__main__.py': 'from fla.ops.backends import cli\n',
-    'fla/ops/backends/cli.py': '',
-    'fla/ops/backends/plan.py': '"""Mentions fla.ops.scan.kernels, which is prose."""\nPlan = 1\n',
-    'fla/ops/backends/lint/__init__.py': '',
+    'fla/backends/__init__.py': 'from fla.backends.plan.plan import Plan\n',
+    'fla/backends/__main__.py': 'from fla.backends.cli.main import main\n',
+    'fla/backends/cli/__init__.py': '',
+    'fla/backends/cli/main.py': 'main = 1\n',
+    'fla/backends/plan/__init__.py': '',
+    'fla/backends/plan/plan.py': '"""Mentions fla.ops.scan.kernels, which is prose."""\nPlan = 1\n',
+    'fla/backends/lint/__init__.py': '',
     'fla/ops/scan/__init__.py': 'from .chunk import scan\n',
     'fla/ops/scan/chunk.py': (
-        "from ..backends import dispatch\n@dispatch('scan')\ndef scan():\n    from fla.ops.scan.kernels import launch\n"
+        "from ...backends import dispatch\n@dispatch('scan')\ndef scan():\n    from fla.ops.scan.kernels import launch\n"
     ),
     'fla/ops/scan/kernels/__init__.py': '',
     'fla/ops/scan/kernels/launch.py': '',
     'fla/ops/scan/naive.py': '',
     'fla/ops/scan/backends/__init__.py': "register('fla.ops.scan.backends.vendor:Vendor', name='vendor')\n",
     'fla/ops/scan/backends/vendor.py': '',
-    'fla/ops/attn/__init__.py': "from fla.ops.backends import dispatch\ndispatch('attn')\n",
+    'fla/ops/attn/__init__.py': "from fla.backends import dispatch\ndispatch('attn')\n",
     'fla/ops/attn/backends/__init__.py': '',
-    'fla/modules/__init__.py': "from fla.ops.backends import dispatch\ndispatch('modules')\n",
+    'fla/modules/__init__.py': "from fla.backends import dispatch\ndispatch('modules')\n",
     'fla/modules/norm.py': '',
     'fla/modules/backends/__init__.py': '',
     'tests/__init__.py': '',
@@ -55,12 +57,12 @@ FILES = {
     'tests/ops/test_naive.py': 'def test():\n    from tests.ops import toy\n',
     'tests/ops/test_dynamic.py': "import importlib\nimportlib.import_module(f'fla.ops.attn.{name}')\n",
     'tests/ops/test_literal.py': "import importlib\nimportlib.import_module('fla.modules.norm')\n",
-    'tests/test_named.py': "from fla.ops.backends import use_backend\nuse_backend('vendor', op='scan')\n",
+    'tests/test_named.py': "from fla.backends import use_backend\nuse_backend('vendor', op='scan')\n",
     'tests/test_child.py': "CODE = '''\n    from fla.ops import attn\n'''\n",
     'tests/test_fragment.py': "CODE = 'import fla.utils; %s'\n",
-    'tests/test_module.py': "run('python', '-m', 'fla.ops.backends')\n",
-    'tests/test_all.py': 'from fla.ops.backends import validate\nvalidate()\n',
-    'tests/test_lint.py': 'from fla.ops.backends.lint import run\n',
+    'tests/test_module.py': "run('python', '-m', 'fla.backends')\n",
+    'tests/test_all.py': 'from fla.backends import validate\nvalidate()\n',
+    'tests/test_lint.py': 'from fla.backends.lint import run\n',
     'tests/test_walk.py': "CODE = 'import pkgutil\\nimport fla\\npkgutil.walk_packages(fla.__path__)'\n",
     'tests/test_demo.py': "DEMO = ROOT / 'examples/demo.py'\n",
     'tests/test_script.py': "SCRIPT = ROOT / 'scripts' / 'update.py'\n",
@@ -107,7 +109,7 @@ EDGES = {
     'backends elsewhere': ('fla/modules/backends/__init__.py', ['ops/test_literal', 'test_all', 'test_demo', 'test_lint']),
     'code in a string': ('fla/ops/attn/__init__.py', ['ops/test_dynamic', 'test_all', 'test_child', 'test_lint']),
     'half a program; code in Markdown': ('fla/utils/__init__.py', ['test_fragment', 'test_lint', 'test_readme']),
-    'python -m': ('fla/ops/backends/cli.py', ['test_lint', 'test_module']),
+    'python -m': ('fla/backends/cli/main.py', ['test_lint', 'test_module']),
     'beside a script': ('examples/helper.py', ['test_demo']),
     'script by parts of its path': ('scripts/update.py', ['test_script']),
     'data by parts of its path': ('benchmarks/results/a.json', ['test_script']),
@@ -141,7 +143,7 @@ def test_everything(script, tree, changed):
 
 def test_dispatch_core(script, tree):
     """Every test that imports an operation, or the core; not those that do neither."""
-    found = script.find(['fla/ops/backends/plan.py'], tree)
+    found = script.find(['fla/backends/plan/plan.py'], tree)
     without = {f'tests/test_{name}.py' for name in ('alone', 'fragment', 'script', 'docs', 'readme')}
     assert set(ALL) - set(found) == without
 
@@ -225,13 +227,13 @@ def test_a_vendor_backend(script):
         'tests/clients/test_transformers.py',
     } <= found
     assert found.isdisjoint(
-        ['tests/backends/test_agreement.py', 'tests/backends/test_smoke.py', 'tests/ops/attn/test_parallel.py']
+        ['tests/backends/runtime/test_agreement.py', 'tests/backends/test_smoke.py', 'tests/ops/attn/test_parallel.py']
     )
 
 
 def test_the_core(script):
     """Whatever dispatches; Triton's own support and three helpers of kernels do not."""
-    found = script.find(['fla/ops/backends/plan.py'], ROOT)
+    found = script.find(['fla/backends/plan/plan.py'], ROOT)
     dispatch = ('tests/backends/', 'tests/clients/', 'tests/layers/', 'tests/modules/', 'tests/ops/')
     left_out = set(script.find(['tests'], ROOT)) - set(found)
     without = [f'tests/ops/test_{name}.py' for name in ('compile_ahead', 'kept_launch', 'l2norm_kernel')]
@@ -250,7 +252,7 @@ def record():
         file.writelines(f'{name}\\n' for name in loaded)
 """
 SAMPLES = {
-    'tests/backends/test_cli.py::test_validate': 'fla.ops.kda.backends.flash_kda',
+    'tests/backends/cli/test_cli.py::test_validate': 'fla.ops.kda.backends.flash_kda',
     'tests/ops/test_kernels.py::test_beta_of_zero': 'fla.ops.gated_delta_rule.kernels.backward',
     'tests/modules/test_paths.py::test_import_paths': 'fla.modules.rotary',
     'tests/ops/test_delta_rules.py::test_the_definition_is_the_product_of_its_transitions': 'fla.ops.kda.naive',

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from fla.ops.backends.environment import VARIABLES
+from fla.backends.policy.environment import VARIABLES
 from tests import markdown
 
 PAGES = sorted(path.relative_to(markdown.ROOT).as_posix() for path in (markdown.ROOT / 'docs').rglob('*.md'))

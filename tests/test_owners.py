@@ -10,8 +10,8 @@ from textwrap import dedent
 import pytest
 
 import fla
-from fla.ops.backends import NoBackendError, UnknownNameError, default_dispatcher, dispatch, validate
-from fla.ops.backends.cli import main
+from fla.backends import NoBackendError, UnknownNameError, default_dispatcher, dispatch, validate
+from fla.backends.cli.main import main
 from fla.utils import owners
 
 SOURCE = Path(fla.__file__).parent
@@ -150,9 +150,9 @@ def test_backends_that_cannot_be_imported(beside, fresh, monkeypatch):
         '__init__': '',
         'ops/__init__': '',
         'ops/one/__init__': '',
-        'ops/one/backends/__init__': 'from fla.ops.backends.plan import gone',
+        'ops/one/backends/__init__': 'from fla.backends.plan.plan import gone',
         'ops/two/__init__': '',
-        'ops/two/backends/__init__': 'from fla.ops.backends import BackendRegistry\nimport madeup_for_owners\n'
+        'ops/two/backends/__init__': 'from fla.backends import BackendRegistry\nimport madeup_for_owners\n'
         'registry = BackendRegistry("two", madeup_for_owners.dispatcher)\n'
         'registry.register("madeup_for_owners.ops.two.backends.b:B", name="b")\n',
         'ops/two/backends/b': 'from fla.ops import chunk_gla',
@@ -162,7 +162,7 @@ def test_backends_that_cannot_be_imported(beside, fresh, monkeypatch):
     distribution(beside, record=['fla/ops/gla/__init__.py'])
     import madeup_for_owners
 
-    from fla.ops.backends import Dispatcher
+    from fla.backends import Dispatcher
 
     madeup_for_owners.dispatcher = Dispatcher('madeup_for_owners.ops', 'MADEUP')
     madeup_for_owners.dispatcher.discovery.load_all()
@@ -201,7 +201,7 @@ def test_nothing_is_read_while_all_is_well():
         import fla
         from fla.ops import kda
         from fla.layers import KimiDeltaAttention
-        from fla.ops.backends import explain
+        from fla.backends import explain
         x = torch.ones(1, 2, 1, 4)
         kda.chunk_kda(x, x, x, -x, x[..., 0])
         explain(kda.chunk_kda, x, x, x, -x, x[..., 0])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fla.backends import default_dispatcher, explain
 from fla.modules.backends.causal_conv1d import CausalConv1dBackend
 from fla.modules.backends.flag_gems import FlagGemsBackend
 from fla.modules.backends.flashinfer import FlashInferBackend as FlashInferModules
@@ -22,8 +23,7 @@ from fla.ops.attn.backends.flash_attn import FlashAttention2Backend, FlashAttent
 from fla.ops.attn.backends.flashinfer import FlashInferBackend
 from fla.ops.attn.backends.varlen import TorchVarlenBackend
 from fla.ops.attn.backends.xformers import XFormersBackend
-from fla.ops.backends import default_dispatcher, explain
-from fla.ops.common import vendor
+from fla.ops.launch import vendor
 from tests.ops.vendors import BF16, H100, fakes, metadata, pretend
 from tests.vendor_signatures import SIGNATURES
 

@@ -21,7 +21,7 @@ from examples.language_model.train import (
     train,
     warm_up,
 )
-from fla.ops.backends import DispatchError, default_dispatcher
+from fla.backends import DispatchError, default_dispatcher
 from fla.utils import default_device
 
 WRITTEN = 256  # bytes

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fla.backends import check_tensors
 from fla.layers.keys import Pair, Room
 from fla.modules.checks import check_int
-from fla.ops.backends import check_tensors
-from fla.ops.common.checks import check_given, readable
+from fla.ops.recurrence.checks import check_given, readable
 
 
 @dataclass

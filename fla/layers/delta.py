@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fla.backends.core.tensors import in_func_transform
 from fla.layers.cache import Cache, LayerState, check_cache, check_rows, check_state
 from fla.layers.checks import check_hidden
 from fla.layers.padding import Packing
 from fla.modules.checks import check_finite, check_int, check_sizes
 from fla.modules.convolution import ShortConvolution, changes_cache
-from fla.ops.backends.tensors import in_func_transform
-from fla.ops.common.checks import MAX_HEAD_DIM
+from fla.ops.recurrence.checks import MAX_HEAD_DIM
 
 
 class DeltaLayer(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from fla.ops.backends.tensors import in_func_transform
+from fla.backends.core.tensors import in_func_transform
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

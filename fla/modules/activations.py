@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fla.backends import dispatch
 from fla.modules.checks import (
     check_dims,
     check_floating,
@@ -16,8 +17,7 @@ from fla.modules.checks import (
     under_autocast,
 )
 from fla.modules.on_triton import on_triton
-from fla.ops.backends import dispatch
-from fla.ops.common.checks import check_given
+from fla.ops.recurrence.checks import check_given
 
 
 def _are_usual(x: torch.Tensor, y: torch.Tensor) -> bool:

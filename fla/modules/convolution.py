@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fla.backends import Verdict, check_tensors, dispatch
 from fla.modules.checks import (
     SILU,
     check_choice,
@@ -19,8 +20,7 @@ from fla.modules.checks import (
     shares_memory,
 )
 from fla.modules.on_triton import on_triton
-from fla.ops.backends import Verdict, check_tensors, dispatch
-from fla.ops.common.checks import check_cu_seqlens, check_given
+from fla.ops.recurrence.checks import check_cu_seqlens, check_given
 
 ACTIVATIONS = (None, *SILU)
 MOST_TAPS = 8  # of the Triton kernels: wider filters take too many registers

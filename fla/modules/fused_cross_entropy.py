@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fla.backends import check_tensors, dispatch
 from fla.modules.checks import check_choice, check_finite, check_floating, check_int, require
 from fla.modules.on_triton import on_triton
-from fla.ops.backends import check_tensors, dispatch
-from fla.ops.common.checks import check_given, readable
+from fla.ops.recurrence.checks import check_given, readable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fla.backends import dispatch
 from fla.modules.checks import SILU, check_choice, check_eps, check_floating, check_shape, fits, require
 from fla.modules.layernorm import check_hidden_size, check_norm, fit, norm_on_triton
-from fla.ops.backends import dispatch
-from fla.ops.common.checks import check_given
+from fla.ops.recurrence.checks import check_given
 
 ACTIVATIONS = (*SILU, 'sigmoid')
 

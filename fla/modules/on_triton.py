@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import runs_on_triton
+from fla.backends import runs_on_triton
 
 
 def on_triton(*names: str, gradient: bool = True) -> type[runs_on_triton]:

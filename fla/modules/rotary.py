@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fla.backends import check_tensors, dispatch
 from fla.modules.checks import (
     check_dims,
     check_finite,
@@ -17,9 +18,8 @@ from fla.modules.checks import (
     require,
 )
 from fla.modules.on_triton import on_triton
-from fla.ops.backends import check_tensors, dispatch
-from fla.ops.common.checks import check_64_bits, check_cu_seqlens, check_given, readable
-from fla.ops.common.gates import wide
+from fla.ops.recurrence.checks import check_64_bits, check_cu_seqlens, check_given, readable
+from fla.ops.recurrence.gates import wide
 
 
 def rotary_embedding_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:

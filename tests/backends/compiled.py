@@ -3,7 +3,7 @@
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fla.ops.backends import default_dispatcher, use_backend
+from fla.backends import default_dispatcher, use_backend
 from tests.backends.toy import Toy
 
 Q = torch.zeros(2, 8)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from fla.ops.backends import default_dispatcher
+from fla.backends import default_dispatcher
 from tests.backends.library import Library
 
 

@@ -38,7 +38,7 @@ class Library:
         self.name = f'madeup{next(_numbers)}'
         self.prefix = self.name.upper()
         made = f"Dispatcher('{self.name}.ops', '{self.prefix}', {options})"
-        self.write('__init__.py', f'from fla.ops.backends import Dispatcher\n\ndispatcher = {made}\n')
+        self.write('__init__.py', f'from fla.backends import Dispatcher\n\ndispatcher = {made}\n')
         self.write('ops/__init__.py', '')
 
     def write(self, path: str, source: str) -> Path:
@@ -58,7 +58,7 @@ class Library:
             f'{folder}/__init__.py',
             f"""
             from {self.name} import dispatcher
-            from fla.ops.backends import dispatch
+            from fla.backends import dispatch
 
             @dispatch({dispatched_as or operation!r}, dispatcher=dispatcher)
             def f(x=None, flag=False):
@@ -74,7 +74,7 @@ class Library:
         head = f"""
             import sys
             from {self.name} import dispatcher
-            from fla.ops.backends import BaseBackend
+            from fla.backends import BaseBackend
             registry = dispatcher.registry({operation!r})
             LOADS = dispatcher.__dict__.setdefault('loads_of_{operation.replace('.', '_')}', [])
             LOADS.append(1)

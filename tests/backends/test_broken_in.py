@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fla.ops.backends import (
+from fla.backends import (
     BackendRegistry,
     BaseBackend,
     Policy,
@@ -223,7 +223,7 @@ def test_a_method_is_explained_with_its_object():
 
 
 def test_spellings_are_not_kept_without_end(monkeypatch):
-    from fla.ops.backends import default_dispatcher
+    from fla.backends import default_dispatcher
 
     toy = Toy()
     toy.add('a', env_var='FLA_SPELT')

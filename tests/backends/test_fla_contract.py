@@ -15,8 +15,8 @@ from functools import cache
 import pytest
 import torch
 
-from fla.ops.backends import BackendBugError, BackendRegistry, BaseBackend, dispatch, explain, strict_mode
-from fla.ops.backends.backend import format_reason
+from fla.backends import BackendBugError, BackendRegistry, BaseBackend, dispatch, explain, strict_mode
+from fla.backends.backend.base import format_reason
 
 Q = torch.zeros(1, 4, 2, 8)
 _numbers = itertools.count()

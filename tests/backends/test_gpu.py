@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from fla.ops.backends import BackendRegistry, BaseBackend, dispatch, explain, runs_on_triton, trace, use_backend
+from fla.backends import BackendRegistry, BaseBackend, dispatch, explain, runs_on_triton, trace, use_backend
 from tests.backends.toy import Toy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.triton]
@@ -160,7 +160,7 @@ def test_trace_names_the_device(scale):
 
 _FORK = """
 import os, sys, torch
-from fla.ops.backends import BackendRegistry, BaseBackend, dispatch, explain
+from fla.backends import BackendRegistry, BaseBackend, dispatch, explain
 class B(BaseBackend):
     backend_type = 'b'; devices = ('cuda',); min_capability = (8, 0)
     def probe(self, device): return True

@@ -28,9 +28,10 @@ def test_what_few_ask_for_is_imported_when_they_do():
     python(
         """
         import sys
-        import fla.ops.backends as door
+        import fla.backends as door
 
-        late = {f'fla.ops.backends.{name}' for name in ('watch', 'measuring', 'measurements', 'config.diff', 'config.load')}
+        names = ('policy_files.watch', 'policy_files.load', 'policy_files.diff', 'tuning.measuring', 'tuning.measurements')
+        late = {f'fla.backends.{name}' for name in names}
         assert not late & set(sys.modules), late & set(sys.modules)
         for name in door.__all__:
             assert getattr(door, name) is getattr(door, name)
@@ -62,7 +63,7 @@ def test_importing_loads_nothing_heavy_and_touches_no_device():
         assert set(sys.modules) - before <= {'fla'}, 'import fla imports nothing'
         import fla.ops
         import fla.utils
-        import fla.ops.backends
+        import fla.backends
         new = {name for name in set(sys.modules) - before if not name.startswith(('fla', 'packaging'))}
         heavy = {name for name in new if name.split('.')[0] in ('torch', 'triton', 'numpy', 'tilelang', 'pydantic', 'yaml',
                  'rich', 'watchfiles', 'transformers', 'setuptools', 'pkg_resources')}
@@ -70,7 +71,7 @@ def test_importing_loads_nothing_heavy_and_touches_no_device():
         assert not {name for name in ('triton', 'torch._dynamo', 'torch._inductor', 'torch.distributed.tensor',
                                       'torch._subclasses.fake_tensor') if name in new}
         assert len(new) < 20, new
-        loaded = {name for name in sys.modules if name.startswith('fla.ops.') and not name.startswith('fla.ops.backends')}
+        loaded = {name for name in sys.modules if name.startswith('fla.ops.') and not name.startswith('fla.backends')}
         assert not loaded, loaded
         assert not torch.cuda.is_initialized()
         """
@@ -117,8 +118,8 @@ BAD = {
 
 USE = """
 import fla
-import fla.ops.backends
-from fla.ops.backends import BackendRegistry, BaseBackend, dispatch
+import fla.backends
+from fla.backends import BackendRegistry, BaseBackend, dispatch
 
 class A(BaseBackend):
     backend_type = 'a'
@@ -151,7 +152,7 @@ def test_more_malformed_variables():
     done = python(
         USE.replace('print(f())', '')
         + """
-from fla.ops.backends import NoBackendError
+from fla.backends import NoBackendError
 try:
     print(f())
 except NoBackendError as error:
@@ -175,7 +176,7 @@ def test_operations_and_layers_run_without_triton():
         sys.meta_path.insert(0, Blocker())
         import torch
         from fla.layers import Attention, GatedDeltaNet, KimiDeltaAttention
-        from fla.ops.backends import trace
+        from fla.backends import trace
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
         from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
@@ -268,9 +269,9 @@ def test_everything_works_without_triton_and_optional_packages():
         sys.meta_path.insert(0, Blocker())
         import torch
         import fla
-        import fla.ops.backends
-        from fla.ops.backends import BackendRegistry, BaseBackend, NoBackendError, dispatch, explain, validate
-        from fla.ops.backends import runs_on_triton
+        import fla.backends
+        from fla.backends import BackendRegistry, BaseBackend, NoBackendError, dispatch, explain, validate
+        from fla.backends import runs_on_triton
 
         @dispatch('op_without_triton', default_verifier=runs_on_triton)
         def f(q: torch.Tensor):
@@ -325,8 +326,8 @@ def test_planning_a_cpu_call_asks_no_driver():
             if callable(value) and not isinstance(value, type) and name not in ('is_initialized', '_is_in_bad_fork'):
                 setattr(torch.cuda, name, driver)
 
-        from fla.ops.backends import BackendRegistry, BaseBackend, describe, dispatch, explain, runs_on_triton, trace
-        from fla.ops.backends import refresh, use_backend, validate, snapshot, manifest
+        from fla.backends import BackendRegistry, BaseBackend, describe, dispatch, explain, runs_on_triton, trace
+        from fla.backends import refresh, use_backend, validate, snapshot, manifest
 
         class Fussy(BaseBackend):
             backend_type = 'fussy'
@@ -381,7 +382,7 @@ def test_planning_a_cpu_call_asks_no_driver():
 def test_baseline_mode_dispatches_nothing(value):
     python(
         """
-        from fla.ops.backends import BackendRegistry, BaseBackend, dispatch
+        from fla.backends import BackendRegistry, BaseBackend, dispatch
 
         class A(BaseBackend):
             backend_type = 'a'
@@ -495,8 +496,8 @@ def test_handlers_belong_to_the_application():
         import logging
 
         kind = logging.getLoggerClass()
-        import fla.ops.backends
-        from fla.ops.backends import logs
+        import fla.backends
+        from fla.backends.core import logs
 
         assert logging.root.handlers == []
         assert logging.root.level == logging.WARNING

@@ -1,6 +1,6 @@
 """The framework's main path, once."""
 
-from fla.ops.backends import explain, use_backend
+from fla.backends import explain, use_backend
 from tests.backends.toy import Q, Toy
 
 

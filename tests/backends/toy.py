@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fla.ops.backends import BackendRegistry, BaseBackend, dispatch
+from fla.backends import BackendRegistry, BaseBackend, dispatch
 
 _numbers = itertools.count()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from fla.ops.backends import trace
+from fla.backends import trace
 from tests.clients.models import MODELS, results
 
 NEEDED = "needs transformers 5.24 or newer, which `make setup` installs: pip install -e '.[clients]'"

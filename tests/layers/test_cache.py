@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fla.backends import trace
 from fla.layers import Cache, attn
-from fla.ops.backends import trace
 from tests import bounds
 from tests.layers.test_layers import LAYERS, RECURRENT, bound, error, hidden, make
 

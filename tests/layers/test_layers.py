@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fla.backends import trace
 from fla.layers import Attention, Cache, GatedDeltaNet, KimiDeltaAttention
-from fla.ops.backends import trace
 from tests import bounds
 
 HIDDEN = 12

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
-from fla.ops.backends import trace
+from fla.backends import trace
 from tests import bounds
 from tests.layers.test_layers import LAYERS, error, hidden, make, oracle
 

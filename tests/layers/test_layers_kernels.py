@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
-from fla.ops.backends import trace, use_backend
+from fla.backends import trace, use_backend
 from tests import bounds
 
 from .test_layers import LAYERS, RECURRENT, error, hidden, make, oracle

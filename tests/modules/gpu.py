@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fla.ops.backends import trace
+from fla.backends import trace
 
 from .oracle import error, served_by
 

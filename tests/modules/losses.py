@@ -86,7 +86,7 @@ def cut_finely(monkeypatch):
     losses = pytest.importorskip('fla.modules.kernels.losses')
     monkeypatch.setattr(losses, 'least_rows', lambda D: 1)
     # nor are logits of one row kept
-    monkeypatch.setattr(losses, 'runs_as_it_is', lambda *tensors: False)
+    monkeypatch.setattr(losses, 'takes_eager_path', lambda *tensors: False)
 
 
 def check_linear(options, rows, D, V, dtype, device, bias=True):

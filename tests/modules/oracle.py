@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from fla.ops.backends import trace
+from fla.backends import trace
 from tests import bounds
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.backends import trace
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
-from fla.ops.backends import trace
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
 

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from fla.backends import default_dispatcher, explain, on_error
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
 from fla.modules.backends.flashinfer import FlashInferBackend
 from fla.modules.backends.flashinfer import activations as flashinfer_activations
@@ -16,7 +17,6 @@ from fla.modules.backends.liger import LigerBackend
 from fla.modules.backends.liger import activations as liger_activations
 from fla.modules.backends.liger import rotary as liger_rotary
 from fla.modules.rotary import rotary_embedding, rotary_embedding_ref
-from fla.ops.backends import default_dispatcher, explain, on_error
 from tests import bounds
 from tests.ops.vendors import BF16, FP32, H100, fakes, install, odd, on_16, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES, installed

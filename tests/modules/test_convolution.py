@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
+from fla.backends import trace
 from fla.modules import ShortConvolution
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
-from fla.ops.backends import trace
 from tests import bounds
 
 from .convolution import convolved
@@ -120,7 +120,7 @@ def test_packed_sequences_are_sequences():
 
 
 def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
-    import fla.ops.common.checks as checks
+    import fla.ops.recurrence.checks as checks
 
     monkeypatch.setattr(checks, 'readable', lambda lens: False)  # as for lengths on a device
     for lens in ([0, 99], [0, -3, 4], [5, 2, 6], [0, 9, 3, 6]):

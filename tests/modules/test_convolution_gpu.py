@@ -4,8 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.backends import trace
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
-from fla.ops.backends import trace
 from tests import bounds
 
 from .convolution import UPDATES, check_update, convolved

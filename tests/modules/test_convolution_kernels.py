@@ -4,12 +4,12 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.backends import trace
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
 from fla.modules.kernels import convolution_backward, convolution_forward, convolution_step
 from fla.modules.kernels.convolution_backward import launch_backward
 from fla.modules.kernels.convolution_forward import launch_forward
 from fla.modules.kernels.convolution_step import launch_update
-from fla.ops.backends import trace
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
 
@@ -181,7 +181,7 @@ def test_no_neighbour_is_seen():
 
 @pytest.mark.interpreted
 def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
-    import fla.ops.common.checks as checks
+    import fla.ops.recurrence.checks as checks
 
     monkeypatch.setattr(checks, 'readable', lambda lens: False)  # as for lengths on a device
     for lens in ([0, 99], [0, -3, 4], [5, 2, 6], [-9, -9, -9], [50, 60, 70]):
@@ -196,7 +196,7 @@ def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
 @pytest.mark.interpreted
 def test_a_last_state_is_of_its_sequence(monkeypatch):
     """Also where steps follow that are in none, as padding is."""
-    import fla.ops.common.checks as checks
+    import fla.ops.recurrence.checks as checks
 
     monkeypatch.setattr(checks, 'readable', lambda lens: False)  # as for lengths on a device
     x = tensor(1, 40, 3, dtype=torch.float32).requires_grad_()

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fla.backends import Policy, explain, policy_context, trace, use_backend
 from fla.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
-from fla.ops.backends import Policy, explain, policy_context, trace, use_backend
 from tests import bounds
 
 from .losses import OPTIONS, gradients, linear_oracle, oracle, targets

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.backends import trace
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
-from fla.ops.backends import trace
 from tests import bounds
 
 from .losses import LINEAR, OPTIONS, check_linear, cut_finely, gradients, linear_oracle, oracle

@@ -9,13 +9,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip('triton')
+from fla.backends import trace
 from fla.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss, ShortConvolution
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
 from fla.modules.kernels import cross_entropy as kernels
 from fla.modules.kernels import losses as linear
 from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, reduced, scaled
-from fla.ops.backends import trace
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
 
@@ -639,7 +639,7 @@ import torch
 from torch import distributed
 
 from fla.modules.fused_cross_entropy import cross_entropy_loss
-from fla.ops.backends import trace
+from fla.backends import trace
 from tests import bounds
 from tests.modules.losses import oracle
 

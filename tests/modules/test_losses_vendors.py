@@ -8,11 +8,11 @@ import types
 import pytest
 import torch
 
+from fla.backends import default_dispatcher, explain, use_backend
 from fla.modules import checks
 from fla.modules.backends.liger import LigerBackend, losses
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
-from fla.ops.backends import default_dispatcher, explain, use_backend
 from tests import bounds
 from tests.ops.vendors import BF16, FP16, FP32, H100, fakes, install, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from fla.backends import default_dispatcher, explain
 from fla.modules.backends import flag_gems as flag_gems_backend
 from fla.modules.backends.flag_gems import FlagGemsBackend
 from fla.modules.backends.flashinfer import FlashInferBackend
@@ -15,7 +16,6 @@ from fla.modules.backends.flashinfer import norms as flashinfer_norms
 from fla.modules.backends.liger import LigerBackend
 from fla.modules.backends.liger import norms as liger_norms
 from fla.modules.layernorm import group_norm, layer_norm, rms_norm
-from fla.ops.backends import default_dispatcher, explain
 from tests import bounds
 from tests.modules.norms import check, given
 from tests.modules.oracle import opcheck

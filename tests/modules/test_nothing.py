@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fla.backends import Policy, policy_context
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
 from fla.modules.fused_cross_entropy import cross_entropy_loss
@@ -11,7 +12,6 @@ from fla.modules.fused_norm_gate import rms_norm_gated
 from fla.modules.l2norm import l2norm
 from fla.modules.layernorm import group_norm, layer_norm, rms_norm
 from fla.modules.rotary import RotaryEmbedding, rotary_embedding
-from fla.ops.backends import Policy, policy_context
 from tests import bounds
 
 # name → call of sizes, on tensors that `new` makes; and which sizes may be 0

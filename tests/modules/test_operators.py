@@ -6,6 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip('triton')
+from fla.backends import trace, use_backend
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
 from fla.modules.fused_cross_entropy import cross_entropy_loss
@@ -14,7 +15,6 @@ from fla.modules.fused_norm_gate import rms_norm_gated
 from fla.modules.l2norm import l2norm
 from fla.modules.layernorm import group_norm, layer_norm, rms_norm
 from fla.modules.rotary import rotary_embedding
-from fla.ops.backends import trace, use_backend
 
 
 def new(*shape, dtype=torch.float32):

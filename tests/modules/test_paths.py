@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fla.modules
-from fla.ops.backends import describe, explain
+from fla.backends import describe, explain
 
 PATHS = {
     'fla.modules': [

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.backends import default_dispatcher, explain, on_error, trace, use_backend
 from fla.modules import RotaryEmbedding, ShortConvolution
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
@@ -17,7 +18,6 @@ from fla.modules.fused_norm_gate import rms_norm_gated
 from fla.modules.l2norm import l2norm
 from fla.modules.layernorm import group_norm, layer_norm, rms_norm
 from fla.modules.rotary import rotary_embedding
-from fla.ops.backends import default_dispatcher, explain, on_error, trace, use_backend
 
 from .test_paths import CALLS, REQUIRED
 

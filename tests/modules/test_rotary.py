@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fla.backends import Policy, policy_context
 from fla.modules import RotaryEmbedding
 from fla.modules.rotary import rotary_embedding, rotary_embedding_ref
-from fla.ops.backends import Policy, policy_context
 from tests import bounds
 
 from .oracle import DTYPES, check, error, served_by, tensor

@@ -7,9 +7,9 @@ pytest.importorskip('triton')
 import triton
 import triton.language as tl
 
+from fla.backends import trace
 from fla.modules.kernels.rotary import _quotient, _reciprocal
 from fla.modules.rotary import rotary_embedding
-from fla.ops.backends import trace
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fla.ops.backends import trace, use_backend
+from fla.backends import trace, use_backend
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.kda import chunk_kda
 from tests import bounds

@@ -56,7 +56,7 @@ def test_what_was_measured(accuracy, recorded):
     ('dtype', 'strength'), [('bfloat16', 0.01), ('bfloat16', 1.0), ('bfloat16', 3.0), ('bfloat16', 20.0), ('float16', 1.0)]
 )
 def test_the_kernels_of_now(accuracy, recorded, op, dtype, strength):
-    from fla.ops.backends import trace, use_backend
+    from fla.backends import trace, use_backend
 
     with use_backend('default', op=op), trace() as calls:
         ours = mean([accuracy.errors(op, accuracy.DTYPES[dtype], strength, seed) for seed in accuracy.SEEDS])

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from fla.backends import trace, use_backend
 from fla.ops.attn import parallel_attn
-from fla.ops.backends import trace, use_backend
-from fla.ops.common.reference import autocast_is_on
+from fla.ops.recurrence.reference import autocast_is_on
 from tests import bounds
 from tests.ops.delta_rules import FUNCTIONS, case, name_of
 

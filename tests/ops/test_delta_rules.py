@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from fla.ops.backends import explain, trace
+from fla.backends import explain, trace
 from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule, naive_recurrent_gated_delta_rule
 from fla.ops.kda import chunk_kda, naive_recurrent_kda
 from tests import bounds

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from fla.ops.backends import Policy, policy_context, trace, use_backend
+from fla.backends import Policy, policy_context, trace, use_backend
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, KDA, RAW, case, name_of

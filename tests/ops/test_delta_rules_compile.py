@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fla.ops.backends import explain, trace
+from fla.backends import explain, trace
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.kda import chunk_kda
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, case, name_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
-from fla.ops.backends import explain
+from fla.backends import explain
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.kernels import launch as gdn_launch
 from fla.ops.kda import chunk_kda

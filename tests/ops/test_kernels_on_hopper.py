@@ -5,11 +5,11 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
-from fla.ops.common.triton_call import triton_version
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.kernels import launch as gated
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.kernels import launch as kda
+from fla.ops.launch.triton_call import triton_version
 from tests.ops.delta_rules import CHUNKED, case, name_of
 from tests.triton_support.compile_only import compile_only
 

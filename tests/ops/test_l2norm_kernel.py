@@ -4,8 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
-from fla.ops.common.gates import l2norm
-from fla.ops.common.kernels.l2norm import normalized, normalized_backward
+from fla.ops.recurrence.gates import l2norm
+from fla.ops.recurrence.kernels.l2norm import normalized, normalized_backward
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
 

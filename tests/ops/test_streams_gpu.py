@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
-from fla.ops.backends import use_backend
+from fla.backends import use_backend
 from tests import bounds
 from tests.ops.delta_rules import CHUNKED, FLAGS, FUNCTIONS, Case, case, name_of
 from tests.ops.kernels import BF16, assert_same, call, everything, operation, upstream

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from fla.ops.backends import default_dispatcher, explain, use_backend
-from fla.ops.common import tilelang_call
+from fla.backends import default_dispatcher, explain, use_backend
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.backends.tilelang import GatedDeltaRuleTileLang
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.backends.tilelang import KDATileLang
+from fla.ops.launch import tilelang_call
 from fla.utils.devices import Device
 from tests.ops.vendors import A100, BF16, FP16, FP32, H100, fakes, pretend
 from tests.tilelang_support.backends import switched_on, unusable

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
-from fla.ops.backends import use_backend
+from fla.backends import use_backend
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.kda import chunk_kda
 from tests.ops.delta_rules import case, name_of

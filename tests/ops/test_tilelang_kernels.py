@@ -163,7 +163,7 @@ KERNELS = {
 def test_compiles_for_hopper(name):
     if why := no_compiler():
         pytest.skip(why)
-    from fla.ops.common.tilelang_call import compiled_for_hopper
+    from fla.ops.launch.tilelang_call import compiled_for_hopper
 
     op, kernel = name.split('.')
     make = getattr(importlib.import_module(f'fla.ops.{op}.backends.tilelang.kernels'), kernel)

@@ -16,7 +16,7 @@ class Traced(Exception):
 @pytest.fixture
 def graphs(monkeypatch):
     """Of what is compiled; nothing runs."""
-    for module in ('fla.ops.common.triton_call', 'fla.ops.kda.autograd', 'fla.ops.gated_delta_rule.autograd'):
+    for module in ('fla.ops.launch.triton_call', 'fla.ops.kda.autograd', 'fla.ops.gated_delta_rule.autograd'):
         monkeypatch.setattr(f'{module}.DEVICES', ('cuda', 'cpu'))
     # by which Dynamo asks for a GPU, without which it does not know a kernel when it sees one
     monkeypatch.setattr(_triton, 'has_triton', lambda: True)

@@ -4,7 +4,7 @@ leave to others, NaN, and which GPUs their decoding is compiled for."""
 import pytest
 import torch
 
-from fla.ops.backends import default_dispatcher, explain, trace
+from fla.backends import default_dispatcher, explain, trace
 from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 from fla.ops.kda import fused_recurrent_kda
 from tests import bounds
@@ -38,7 +38,7 @@ def test_what_needs_the_kernels_of_chunks(monkeypatch, function, device, version
     """Where Triton cannot compile those, steps without a gradient are served all the same."""
     triton = pytest.importorskip('triton')
     monkeypatch.setattr(triton, '__version__', version)
-    monkeypatch.setattr('fla.ops.common.on_triton.capability_of', lambda _: device.capability)
+    monkeypatch.setattr('fla.ops.recurrence.on_triton.capability_of', lambda _: device.capability)
     default_dispatcher().reset()
     pretend(monkeypatch, device)
     arguments = fakes({**case(function, T=2, K=16, V=16, dtype=BF16).tensors})
@@ -109,7 +109,7 @@ def test_a_step_on_a_cpu_is_no_chunk(monkeypatch, function, options):
     def chunked(*args, **more):
         raise AssertionError('a chunk of one step')
 
-    monkeypatch.setattr('fla.ops.common.reference.chunked_delta_rule', chunked)
+    monkeypatch.setattr('fla.ops.recurrence.reference.chunked_delta_rule', chunked)
     with trace() as recorded:
         case(function, **options).call(function)
     assert recorded.last_backend(f'{operation(function)}.{function.__name__}') == 'reference'
@@ -124,7 +124,7 @@ def test_a_step_on_a_cpu_is_no_chunk(monkeypatch, function, options):
 @every_recurrent
 def test_decoding_compiles(function, capability, dtype, dim):
     pytest.importorskip('triton')
-    from fla.ops.common.kernels.decode import decode
+    from fla.ops.recurrence.kernels.decode import decode
     from tests.triton_support.compile_only import compile_only
 
     given = case(function, dtype=dtype, T=1, B=2, H=2, HV=4, K=dim, V=dim, **EVERYTHING).tensors

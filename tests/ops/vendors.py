@@ -7,7 +7,7 @@ import types
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fla.ops.backends import default_dispatcher, explain, trace
+from fla.backends import default_dispatcher, explain, trace
 from fla.utils.devices import Device
 from tests.vendor_signatures import SIGNATURES
 

@@ -6,8 +6,8 @@ import os
 import shutil
 import sys
 
-from fla.ops.backends import default_dispatcher
-from fla.ops.common import tilelang_call
+from fla.backends import default_dispatcher
+from fla.ops.launch import tilelang_call
 from tests.ops.vendors import H100, install, pretend
 from tests.tilelang_support.interpreter import load
 

@@ -354,7 +354,7 @@ def load(name):
     for node in tree.body:
         if isinstance(node, ast.Import) and node.names[0].name == 'tilelang.language':
             continue
-        if isinstance(node, ast.ImportFrom) and node.module == 'fla.ops.common.tilelang_language':
+        if isinstance(node, ast.ImportFrom) and node.module == 'fla.ops.launch.tilelang_language':
             shared = load(node.module)
             vars(module).update({alias.name: getattr(shared, alias.name) for alias in node.names})
             continue

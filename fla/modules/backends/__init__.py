@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fla.backends import BackendRegistry
 from fla.modules.backends.reference import ModulesReference
-from fla.ops.backends import BackendRegistry
 
 modules_registry = BackendRegistry('modules')
 modules_registry.register('fla.modules.backends.liger:LigerBackend')

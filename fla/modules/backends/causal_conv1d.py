@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from fla.ops.backends import BaseBackend
-from fla.ops.backends.backend import Verdict
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.triton_call import on_device_of
-from fla.ops.common.vendor import aligned, for_tma, smallest_call
+from fla.backends import BaseBackend
+from fla.backends.backend.base import Verdict
+from fla.opaque import opaque
+from fla.ops.launch.triton_call import on_device_of
+from fla.ops.launch.vendor import aligned, for_tma, smallest_call
 from fla.utils.devices import Device
 
 WIDTHS = (2, 3, 4)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from fla.ops.backends import BaseBackend
-from fla.ops.backends.backend import Verdict
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.gates import wide
-from fla.ops.common.triton_call import on_device_of
-from fla.ops.common.vendor import smallest_call
+from fla.backends import BaseBackend
+from fla.backends.backend.base import Verdict
+from fla.opaque import opaque
+from fla.ops.launch.triton_call import on_device_of
+from fla.ops.launch.vendor import smallest_call
+from fla.ops.recurrence.gates import wide
 from fla.utils.devices import Device
 
 

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from fla.modules.kernels.rows import rows
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.kept_launch import launch_kernel
-from fla.ops.common.reference import without_autocast
-from fla.ops.common.triton_call import DEVICES, on_device_of
+from fla.opaque import opaque
+from fla.ops.launch.launch_cache import launch_kernel
+from fla.ops.launch.triton_call import DEVICES, on_device_of
+from fla.ops.recurrence.reference import without_autocast
 from fla.utils.sizes import cdiv, next_power_of_2
 
 

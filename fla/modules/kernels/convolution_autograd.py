@@ -10,8 +10,8 @@ import torch
 from fla.modules.kernels.convolution_backward import launch_backward
 from fla.modules.kernels.convolution_forward import launch_forward
 from fla.modules.kernels.convolution_step import launch_update
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.triton_call import DEVICES
+from fla.opaque import opaque
+from fla.ops.launch.triton_call import DEVICES
 
 
 def _fake(

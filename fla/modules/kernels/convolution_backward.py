@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from fla.modules.kernels.convolution_common import _bound, _dense, _offset, _root, _strides, _weights, _window
-from fla.ops.common.kept_launch import launch_kernel
-from fla.ops.common.kernels.layout import sequence_of
-from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
+from fla.ops.launch.kernels.layout import sequence_of
+from fla.ops.launch.launch_cache import launch_kernel
+from fla.ops.launch.triton_call import in_rows, on_device_of, resolve_neg
 from fla.utils.sizes import next_power_of_2
 
 # Measured on an H200 with bfloat16 and W = 4.
@@ -428,7 +428,7 @@ def launch_backward(
     (batch, length, D), W = x.shape, weight.shape[1]
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     x, dy = in_rows(x), in_rows(dy)
-    weight, bias, initial_state, dfinal = (as_stored(one) for one in (weight, bias, initial_state, dfinal))
+    weight, bias, initial_state, dfinal = (resolve_neg(one) for one in (weight, bias, initial_state, dfinal))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     dx = torch.empty((batch, length, D), dtype=x.dtype, device=x.device)
     dweight = torch.empty((D, W), dtype=weight.dtype, device=x.device)

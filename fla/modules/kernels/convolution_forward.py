@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from fla.modules.kernels.convolution_common import _activated, _bound, _dense, _offset, _strides, _weights, _window
-from fla.ops.common.kept_launch import launch_kernel
-from fla.ops.common.kernels.layout import sequence_of
-from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
+from fla.ops.launch.kernels.layout import sequence_of
+from fla.ops.launch.launch_cache import launch_kernel
+from fla.ops.launch.triton_call import in_rows, on_device_of, resolve_neg
 from fla.utils.sizes import next_power_of_2
 
 # Measured on an H200 with bfloat16 and W = 4.
@@ -314,7 +314,7 @@ def launch_forward(
     (batch, length, D), W = x.shape, weight.shape[1]
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     x, residual = in_rows(x), None if residual is None else in_rows(residual)
-    weight, bias, initial_state = as_stored(weight), as_stored(bias), as_stored(initial_state)
+    weight, bias, initial_state = resolve_neg(weight), resolve_neg(bias), resolve_neg(initial_state)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     y = torch.empty((batch, length, D), dtype=x.dtype, device=x.device)
     final = None

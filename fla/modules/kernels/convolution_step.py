@@ -17,8 +17,8 @@ from fla.modules.kernels.convolution_common import (
     _strides,
     _weights,
 )
-from fla.ops.common.kept_launch import launch_kernel
-from fla.ops.common.triton_call import as_stored, in_rows, on_device_of
+from fla.ops.launch.launch_cache import launch_kernel
+from fla.ops.launch.triton_call import in_rows, on_device_of, resolve_neg
 from fla.utils.sizes import next_power_of_2
 
 # Measured on an H200 with bfloat16 and W = 4.
@@ -106,7 +106,7 @@ def launch_update(
     D, W = x.shape[-1], weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, residual = in_rows(x), None if residual is None else in_rows(residual)
-    weight, bias, stored = as_stored(weight), as_stored(bias), as_stored(cache)
+    weight, bias, stored = resolve_neg(weight), resolve_neg(bias), resolve_neg(cache)
     count = cache.shape[0]
     # of as many channels as 16 bytes of the cache hold, so that each thread keeps to its own
     channels = 32 * UPDATE_WARPS * max(16 // (W * stored.element_size()), 1)

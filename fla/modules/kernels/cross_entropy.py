@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fla.ops.common.kept_launch import launch_kernel
-from fla.ops.common.kernels.gates import exp32
-from fla.ops.common.triton_call import on_device_of
+from fla.ops.launch.launch_cache import launch_kernel
+from fla.ops.launch.triton_call import on_device_of
+from fla.ops.recurrence.kernels.gates import exp32
 from fla.utils.sizes import cdiv, next_power_of_2
 
 

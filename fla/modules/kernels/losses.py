@@ -10,9 +10,9 @@ from torch import distributed
 
 from fla.modules.checks import under_autocast
 from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, reduced, scaled
-from fla.ops.backends.opaque import in_a_loop, opaque, runs_as_it_is
-from fla.ops.common.reference import without_autocast
-from fla.ops.common.triton_call import DEVICES, in_rows
+from fla.opaque import in_a_loop, opaque, takes_eager_path
+from fla.ops.launch.triton_call import DEVICES, in_rows
+from fla.ops.recurrence.reference import without_autocast
 
 _NUMBERS = 'float label_smoothing, float logit_scale, float lse_square_scale, float logit_softcapping, int ignore_index'
 
@@ -167,7 +167,7 @@ def _may_be_overwritten(logits: torch.Tensor) -> bool:
     """Whether the logits are a result of eager code in memory of their own, of which autograd knows who wants it: with hooks
     of saved tensors, such as those of checkpoints, it does not see who wrote over what they keep; and who wants another part
     of larger memory may have it."""
-    if not runs_as_it_is(logits) or logits.device.type not in DEVICES:
+    if not takes_eager_path(logits) or logits.device.type not in DEVICES:
         return False
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
@@ -436,7 +436,7 @@ def linear_cross_entropy(
     rows, targets = x.flatten(0, -2), target.reshape(-1)
     loss: torch.Tensor
     # not in compiled code, where the number of rows may be any
-    if runs_as_it_is(x, target, weight, bias) and rows.shape[0] <= least_rows(x.shape[-1]):
+    if takes_eager_path(x, target, weight, bias) and rows.shape[0] <= least_rows(x.shape[-1]):
         options = _options(*numbers, weight.shape[0], None)
         loss = _OneChunk.apply(rows, targets, weight, bias, options, reduction)
     else:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fla.modules.kernels.rows import rows
-from fla.ops.common.kept_launch import launch_kernel
+from fla.ops.launch.launch_cache import launch_kernel
 from fla.utils.devices import check_shared_mem, multiprocessors_of
 from fla.utils.sizes import next_power_of_2
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fla.modules.kernels import norms
-from fla.ops.backends.opaque import opaque, runs_as_it_is
-from fla.ops.common.gates import wide
-from fla.ops.common.triton_call import DEVICES, on_device_of
+from fla.opaque import opaque, takes_eager_path
+from fla.ops.launch.triton_call import DEVICES, on_device_of
+from fla.ops.recurrence.gates import wide
 
 _FLAGS = 'str kind, float eps, str activation, int num_groups'
 _GRADS = ('x', 'residual', 'g', 'weight', 'bias')
@@ -208,7 +208,7 @@ def normalize(
     """A norm on Triton; see `norms.Norm`."""
     activation = 'swish' if activation == 'silu' else activation
     # Gradients of one dtype are the same numbers. Eager autograd takes one tensor for both, an operator must return two.
-    shares = residual is not None and residual.dtype == x.dtype and runs_as_it_is(x, residual, g, weight, bias)
+    shares = residual is not None and residual.dtype == x.dtype and takes_eager_path(x, residual, g, weight, bias)
     flags = (kind, float(eps), activation, num_groups)  # Triton takes no number of NumPy's
     if not prenorm:
         return _norm(x, residual, g, weight, bias, *flags, dtype or x.dtype, shares)

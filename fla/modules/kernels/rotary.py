@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.kept_launch import launch_kernel
-from fla.ops.common.kernels.layout import sequence_of
-from fla.ops.common.triton_call import DEVICES, as_stored, on_device_of
+from fla.opaque import opaque
+from fla.ops.launch.kernels.layout import sequence_of
+from fla.ops.launch.launch_cache import launch_kernel
+from fla.ops.launch.triton_call import DEVICES, on_device_of, resolve_neg
 from fla.utils.sizes import cdiv, next_power_of_2
 
 
@@ -154,7 +154,7 @@ def _launch(
     if x.numel() == 0 or half == rest == 0:
         return y
     if y is not x:
-        x = as_stored(x)
+        x = resolve_neg(x)
     cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (cos, sin))
     offsets, cu_seqlens = (None if one is None else one.contiguous() for one in (offsets, cu_seqlens))
     count = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -216,7 +216,7 @@ def _in_place(
     offset: int,
     interleaved: bool,
 ) -> None:
-    stored = as_stored(x)
+    stored = resolve_neg(x)
     _launch(stored, stored, cos, sin, offsets, cu_seqlens, offset, interleaved, False)
     if stored is not x:
         x.copy_(stored)

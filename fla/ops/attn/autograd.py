@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from fla.opaque import opaque
 from fla.ops.attn.kernels.launch import attention_backward, attention_forward
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.assembler import sound_products
-from fla.ops.common.triton_call import DEVICES, flat, on_device_of
+from fla.ops.launch.ptxas_workaround import avoid_wgmma_if_unsafe
+from fla.ops.launch.triton_call import DEVICES, flat, on_device_of
 
 
 def _forward(
@@ -23,7 +23,7 @@ def _forward(
     scale: float,
     window: int,
 ) -> Any:
-    with on_device_of(q), sound_products(k, v):
+    with on_device_of(q), avoid_wgmma_if_unsafe(k, v):
         return attention_forward(q, k, v, g, flat(sink_bias), flat(cu_seqlens), scale, window)
 
 
@@ -56,7 +56,7 @@ def backward(
     do: torch.Tensor,
 ) -> Any:
     """Gradients, from what the forward returned, whichever kernel that was."""
-    with on_device_of(q), sound_products(k, v):
+    with on_device_of(q), avoid_wgmma_if_unsafe(k, v):
         return attention_backward(q, k, v, g, flat(sink_bias), flat(cu_seqlens), scale, window, o, lse, do)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import check_tensors
-from fla.ops.common.checks import (
+from fla.backends import check_tensors
+from fla.ops.recurrence.checks import (
     FLOATS,
     MAX_HEAD_DIM,
     check_64_bits,

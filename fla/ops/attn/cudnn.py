@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from fla.ops.backends.tensors import in_func_transform
+from fla.backends.core.tensors import in_func_transform
 
 
 def takes_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import runs_on_triton
+from fla.backends import runs_on_triton
 
 
 class AttentionOnTriton(runs_on_triton):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from fla.backends import dispatch
 from fla.ops.attn.checks import check_parallel
 from fla.ops.attn.on_triton import AttentionOnTriton
-from fla.ops.backends import dispatch
-from fla.ops.common.triton_call import require_triton
+from fla.ops.launch.triton_call import require_triton
 
 
 @dispatch('attn', check=check_parallel, default_verifier=AttentionOnTriton)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.assembler import sound_products
-from fla.ops.common.kernels import precision as precisions
-from fla.ops.common.kernels.decode import decode
-from fla.ops.common.triton_call import DEVICES, as_stored, flat, no_steps, on_device_of
+from fla.opaque import opaque
 from fla.ops.gated_delta_rule.kernels.launch import Options, chunk_backward, chunk_forward
+from fla.ops.launch.kernels import precision as precisions
+from fla.ops.launch.ptxas_workaround import avoid_wgmma_if_unsafe
+from fla.ops.launch.triton_call import DEVICES, flat, no_steps, on_device_of, resolve_neg
+from fla.ops.recurrence.kernels.decode import decode
 
 _TENSORS = (
     'Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, '
@@ -39,8 +39,8 @@ def _forward(
     v_first: bool,
 ) -> Any:
     options = Options(scale, l2norm, gate, sigmoid, double, v_first)
-    g, beta, initial_state = (as_stored(x) for x in (g, beta, initial_state))
-    with on_device_of(q), sound_products(k, v):
+    g, beta, initial_state = (resolve_neg(x) for x in (g, beta, initial_state))
+    with on_device_of(q), avoid_wgmma_if_unsafe(k, v):
         return chunk_forward(
             *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, flat(cu_seqlens), options, output_final_state)
         )
@@ -97,8 +97,8 @@ def _backward(
     dfinal_state: torch.Tensor | None,
 ) -> Any:
     options = Options(scale, l2norm, gate, sigmoid, double, v_first)
-    g, beta, initial_state, do, dfinal_state = (as_stored(x) for x in (g, beta, initial_state, do, dfinal_state))
-    with on_device_of(q), sound_products(k, v):
+    g, beta, initial_state, do, dfinal_state = (resolve_neg(x) for x in (g, beta, initial_state, do, dfinal_state))
+    with on_device_of(q), avoid_wgmma_if_unsafe(k, v):
         gradients = chunk_backward(
             *(q, k, v, g, beta, flat(A_log), flat(dt_bias), initial_state, flat(cu_seqlens)),
             *(G, inverse, do, dfinal_state, options),

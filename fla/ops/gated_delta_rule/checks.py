@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import check_tensors
-from fla.ops.common.checks import (
-    are_plain,
+from fla.backends import check_tensors
+from fla.ops.recurrence.checks import (
     check_chunk_options,
     check_cu_seqlens,
     check_gate_parameters,
@@ -17,6 +16,7 @@ from fla.ops.common.checks import (
     check_qkv,
     check_scale,
     check_state,
+    is_common_case,
     is_plain_scale,
 )
 
@@ -46,7 +46,7 @@ def check_chunk(
         plain
         and (scale is None or is_plain_scale(scale))
         and not check_values
-        and are_plain(q, k, v, g, beta, initial_state, state_v_first, False)
+        and is_common_case(q, k, v, g, beta, initial_state, state_v_first, False)
     ):
         return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=False)
     check_scale(scale)
@@ -90,7 +90,7 @@ def check_fused_recurrent(
         and g is not None
         and beta is not None
         and not check_values
-        and are_plain(q, k, v, g, beta, initial_state, state_v_first, False)
+        and is_common_case(q, k, v, g, beta, initial_state, state_v_first, False)
     ):
         return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=False)
     check_scale(scale)

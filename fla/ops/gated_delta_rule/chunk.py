@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import dispatch
-from fla.ops.common.on_triton import ChunksOnTriton, chunks_of_64
-from fla.ops.common.triton_call import require_triton
+from fla.backends import dispatch
 from fla.ops.gated_delta_rule.checks import check_chunk
+from fla.ops.launch.triton_call import require_triton
+from fla.ops.recurrence.on_triton import ChunksOnTriton, chunks_of_64
 
 
 @dispatch('gated_delta_rule', check=check_chunk, default_verifier=(ChunksOnTriton, chunks_of_64))

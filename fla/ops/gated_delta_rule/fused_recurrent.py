@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import dispatch
-from fla.ops.backends.tensors import any_requires_grad
-from fla.ops.common.on_triton import DeltaRuleOnTriton, recurrent_on_triton
-from fla.ops.common.triton_call import require_triton
+from fla.backends import dispatch
+from fla.backends.core.tensors import any_requires_grad
 from fla.ops.gated_delta_rule.checks import check_fused_recurrent
+from fla.ops.launch.triton_call import require_triton
+from fla.ops.recurrence.on_triton import DeltaRuleOnTriton, recurrent_on_triton
 
 
 def _on_triton(

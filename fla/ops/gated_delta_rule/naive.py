@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.common.naive import delta_rule_steps
+from fla.ops.recurrence.naive import delta_rule_steps
 
 
 def naive_recurrent_gated_delta_rule(

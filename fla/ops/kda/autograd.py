@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.assembler import sound_products
-from fla.ops.common.kernels import precision as precisions
-from fla.ops.common.kernels.decode import decode
-from fla.ops.common.kernels.layout import layout_of
-from fla.ops.common.triton_call import DEVICES, as_stored, flat, in_rows, no_steps, on_device_of
+from fla.opaque import opaque
 from fla.ops.kda.kernels.launch import BLOCKS, SIZE, Saved, Settings, Within, chunk_backward, chunk_forward, within_chunks
+from fla.ops.launch.kernels import precision as precisions
+from fla.ops.launch.kernels.layout import layout_of
+from fla.ops.launch.ptxas_workaround import avoid_wgmma_if_unsafe
+from fla.ops.launch.triton_call import DEVICES, flat, in_rows, no_steps, on_device_of, resolve_neg
+from fla.ops.recurrence.kernels.decode import decode
 
 _TENSORS = (
     'Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, '
@@ -49,9 +49,9 @@ def _forward(
 ) -> Any:
     settings = Settings(scale, l2norm, gate, lower_bound, sigmoid, double, v_first)
     q, k, v, g = (in_rows(x) for x in (q, k, v, g))
-    beta, state = as_stored(beta), as_stored(initial_state)
+    beta, state = resolve_neg(beta), resolve_neg(initial_state)
     state = None if state is None else state.contiguous()
-    with on_device_of(q), sound_products(k, v):
+    with on_device_of(q), avoid_wgmma_if_unsafe(k, v):
         o, final, saved, h = chunk_forward(
             *(q, k, v, g, beta, settings, state, output_final_state),
             *(flat(A_log), flat(dt_bias), flat(cu_seqlens), keep, states),
@@ -148,9 +148,9 @@ def backward_with(within: Callable[..., Within]) -> Callable[..., Any]:
     ) -> Any:
         settings = Settings(scale, l2norm, gate, lower_bound, sigmoid, double, v_first)
         q, k, v, g = (in_rows(x) for x in (q, k, v, g))
-        beta, state, do, dfinal_state = (as_stored(x) for x in (beta, initial_state, do, dfinal_state))
+        beta, state, do, dfinal_state = (resolve_neg(x) for x in (beta, initial_state, do, dfinal_state))
         state = None if state is None else state.contiguous()
-        with on_device_of(q), sound_products(k, v):
+        with on_device_of(q), avoid_wgmma_if_unsafe(k, v):
             ends = flat(cu_seqlens)
             layout = layout_of(q.shape[0], q.shape[1], SIZE, ends)
             kept = (G, kinds, attend, selves, lower, inverse, w, kg, qg, h, v_new)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import check_tensors
-from fla.ops.common.checks import (
-    are_plain,
+from fla.backends import check_tensors
+from fla.ops.recurrence.checks import (
     check_chunk_options,
     check_cu_seqlens,
     check_gate_parameters,
@@ -18,6 +17,7 @@ from fla.ops.common.checks import (
     check_qkv,
     check_scale,
     check_state,
+    is_common_case,
     is_plain_scale,
 )
 
@@ -49,7 +49,7 @@ def check_chunk(
     if (
         plain
         and not ((safe_gate and use_gate_in_kernel) or return_intermediate_states or check_values)
-        and are_plain(q, k, v, g, beta, initial_state, state_v_first, True)
+        and is_common_case(q, k, v, g, beta, initial_state, state_v_first, True)
     ):
         return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=True)
     check_scale(scale)
@@ -82,7 +82,7 @@ def check_fused_recurrent(
 ) -> None:
     """See `fused_recurrent_kda`."""
     plain = cu_seqlens is None and lower_bound is None and (scale is None or is_plain_scale(scale))
-    if plain and not check_values and are_plain(q, k, v, g, beta, initial_state, state_v_first, True):
+    if plain and not check_values and is_common_case(q, k, v, g, beta, initial_state, state_v_first, True):
         return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=True)
     check_scale(scale)
     _check(q, k, v, g, beta, initial_state, use_gate_in_kernel, lower_bound, A_log, dt_bias, cu_seqlens)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.common.checks import check_output_dtype, check_raw_gate
-from fla.ops.common.gates import kda_gate
+from fla.ops.recurrence.checks import check_output_dtype, check_raw_gate
+from fla.ops.recurrence.gates import kda_gate
 
 
 def naive_kda_gate(g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None = None) -> torch.Tensor:

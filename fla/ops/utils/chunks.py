@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import check_tensors
-from fla.ops.common.checks import FLOATS, check_chunk_indices, check_cu_seqlens, check_given
+from fla.backends import check_tensors
+from fla.ops.recurrence.checks import FLOATS, check_chunk_indices, check_cu_seqlens, check_given
 from fla.ops.utils.index import prepare_chunk_indices
 
 

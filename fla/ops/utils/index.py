@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import check_tensors
-from fla.ops.common.checks import check_64_bits, check_given, check_rising, check_same, readable
+from fla.backends import check_tensors
+from fla.ops.recurrence.checks import check_64_bits, check_given, check_rising, check_same, readable
 
 
 def prepare_lens(cu_seqlens: torch.Tensor) -> torch.Tensor:

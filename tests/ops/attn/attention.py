@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from fla.backends import trace, use_backend
 from fla.ops.attn import parallel_attn
 from fla.ops.attn.naive import naive_parallel_attn
-from fla.ops.backends import trace, use_backend
 from tests import bounds
 from tests.ops.attn.emulated import emulated
 

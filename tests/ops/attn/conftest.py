@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fla.ops.backends import default_dispatcher
+from fla.backends import default_dispatcher
 
 
 @pytest.fixture

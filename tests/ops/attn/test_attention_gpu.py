@@ -7,8 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.backends import explain, trace, use_backend
 from fla.ops.attn import parallel_attn
-from fla.ops.backends import explain, trace, use_backend
 from tests import bounds
 from tests.ops.attn.attention import BF16, FP16, FP32, bounds_of, check, exact, inputs, results
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.backends import trace
 from fla.ops.attn import autograd, parallel_attn
 from fla.ops.attn.kernels.launch import attention_backward, attention_forward
 from fla.ops.attn.naive import naive_parallel_attn
-from fla.ops.backends import trace
 from tests import bounds
 from tests.ops.attn.attention import BF16, FP16, FP32, check, check_apart, exact, inputs, results, upstream
 from tests.ops.delta_rules import apart

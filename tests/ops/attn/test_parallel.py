@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from fla.backends import NoBackendError, Policy, explain, policy_context, trace, use_backend
 from fla.ops.attn import cudnn, naive, parallel_attn
 from fla.ops.attn.backends import sdpa
 from fla.ops.attn.naive import naive_parallel_attn
 from fla.ops.attn.parallel import parallel_attn as same
-from fla.ops.backends import NoBackendError, Policy, explain, policy_context, trace, use_backend
 from tests import bounds
 from tests.ops.attn.attention import BF16, FP16, FP32, FP64, bounds_of, check, check_apart, errors, inputs, results
 from tests.ops.vendors import fakes

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.backends import default_dispatcher, explain, use_backend
 from fla.ops.attn import parallel_attn
 from fla.ops.attn.backends.tilelang import AttentionTileLang
-from fla.ops.backends import default_dispatcher, explain, use_backend
 from tests.ops.attn.attention import BF16, FP16, FP32, FP64
 from tests.ops.vendors import A100, B200, H100, fakes, pretend
 from tests.tilelang_support.backends import switched_on, unusable

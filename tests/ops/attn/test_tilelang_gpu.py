@@ -7,8 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
+from fla.backends import use_backend
 from fla.ops.attn import parallel_attn
-from fla.ops.backends import use_backend
 from tests.ops.attn.attention import BF16, FP16, check, inputs, results, upstream
 
 pytestmark = pytest.mark.gpu

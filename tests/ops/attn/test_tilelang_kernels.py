@@ -134,7 +134,7 @@ def test_compiles_for_hopper(name):
     if why := no_compiler():
         pytest.skip(why)
     from fla.ops.attn.backends.tilelang.kernels import forward
-    from fla.ops.common.tilelang_call import compiled_for_hopper
+    from fla.ops.launch.tilelang_call import compiled_for_hopper
 
     source = compiled_for_hopper(forward(*KERNELS[name])).get_kernel_source()
     # zeros that are written before the values have arrived would be overwritten

@@ -4,11 +4,11 @@ is in `test_vendors_refuse`."""
 import pytest
 import torch
 
+from fla.backends import explain, trace
 from fla.ops.attn import parallel_attn
 from fla.ops.attn.backends import varlen
 from fla.ops.attn.backends.varlen import TorchVarlenBackend
 from fla.ops.attn.naive import naive_parallel_attn
-from fla.ops.backends import explain, trace
 from tests.ops.attn.attention import BF16, FP16, inputs
 from tests.ops.attn.stand_ins import BACKENDS, PACKS, installed
 from tests.ops.vendors import fakes, odd, trust

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
+from fla.backends import explain
 from fla.ops.attn import parallel_attn
-from fla.ops.backends import explain
 from fla.utils.devices import Device
 from tests.ops.attn.attention import BF16, FP32, inputs
 from tests.ops.attn.stand_ins import BACKENDS, PACKS, installed

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from fla.ops.backends import default_dispatcher, explain
-from fla.ops.common.naive import delta_rule_steps
+from fla.backends import default_dispatcher, explain
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.backends import flash_qla
 from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
 from fla.ops.gated_delta_rule.backends.reference import GatedDeltaRuleReference
+from fla.ops.recurrence.naive import delta_rule_steps
 from fla.utils.testing import assert_close
 from tests.ops.vendors import A100, BF16, FP16, FP32, H100, fakes, install, pretend, ran
 

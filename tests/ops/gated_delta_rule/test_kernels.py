@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
-from fla.ops.backends import NoBackendError
+from fla.backends import NoBackendError
 from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 from tests import bounds
 from tests.ops.delta_rules import FLAGS, case

@@ -5,10 +5,10 @@ import pytest
 pytest.importorskip('triton')
 import triton
 
-from fla.ops.common.on_triton import ChunksOnTriton
-from fla.ops.common.triton_call import triton_version
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.kernels.launch import Options, chunk_backward, chunk_forward
+from fla.ops.launch.triton_call import triton_version
+from fla.ops.recurrence.on_triton import ChunksOnTriton
 from fla.utils.devices import Device
 from tests.ops.delta_rules import FLAGS, RAW, case
 from tests.ops.kernels import BF16, FP32

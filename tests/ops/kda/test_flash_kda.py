@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from fla.ops.backends import default_dispatcher, explain
-from fla.ops.common.naive import delta_rule_steps
+from fla.backends import default_dispatcher, explain
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.backends import flash_kda
 from fla.ops.kda.backends.flash_kda import FlashKDABackend
 from fla.ops.kda.backends.reference import KDAReference
+from fla.ops.recurrence.naive import delta_rule_steps
 from fla.utils.testing import assert_close
 from tests.ops.vendors import A100, BF16, FP32, H100, fakes, install, pretend, ran
 

@@ -3,9 +3,9 @@
 import pytest
 
 pytest.importorskip('triton')
-from fla.ops.common.triton_call import triton_version
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.kernels.launch import Settings, chunk_backward, chunk_forward
+from fla.ops.launch.triton_call import triton_version
 from tests.ops.delta_rules import case
 from tests.ops.kernels import BF16, EVERYTHING, FP32
 from tests.triton_support.compile_only import compile_only

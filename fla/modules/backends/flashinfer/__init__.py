@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from fla.backends import BaseBackend
+from fla.backends.backend.base import Verdict
 from fla.modules.backends.flashinfer.activations import FlashInferActivations, one_row
 from fla.modules.backends.flashinfer.norms import FlashInferNorms
 from fla.modules.backends.flashinfer.rotary import FlashInferRotary
-from fla.ops.backends import BaseBackend
-from fla.ops.backends.backend import Verdict
-from fla.ops.common.vendor import smallest_call
+from fla.ops.launch.vendor import smallest_call
 from fla.utils.devices import Device
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends.backend import Verdict
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.triton_call import on_device_of
-from fla.ops.common.vendor import for_tma
+from fla.backends.backend.base import Verdict
+from fla.opaque import opaque
+from fla.ops.launch.triton_call import on_device_of
+from fla.ops.launch.vendor import for_tma
 
 
 def _forward(x: torch.Tensor) -> torch.Tensor:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from fla.ops.backends.backend import Verdict
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.gates import wide
-from fla.ops.common.triton_call import on_device_of
-from fla.ops.common.vendor import for_tma
+from fla.backends.backend.base import Verdict
+from fla.opaque import opaque
+from fla.ops.launch.triton_call import on_device_of
+from fla.ops.launch.vendor import for_tma
+from fla.ops.recurrence.gates import wide
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends.backend import Verdict
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.triton_call import on_device_of
-from fla.ops.common.vendor import aligned
+from fla.backends.backend.base import Verdict
+from fla.opaque import opaque
+from fla.ops.launch.triton_call import on_device_of
+from fla.ops.launch.vendor import aligned
 
 # head dims that its kernels are instantiated for
 DIMS = (64, 128, 256, 512)

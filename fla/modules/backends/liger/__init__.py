@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from fla.backends import BaseBackend
+from fla.backends.backend.base import Verdict
 from fla.modules.backends.liger.activations import LigerActivations
 from fla.modules.backends.liger.losses import LigerLosses
 from fla.modules.backends.liger.norms import LigerNorms, one_row
 from fla.modules.backends.liger.rotary import LigerRotary
-from fla.ops.backends import BaseBackend
-from fla.ops.backends.backend import Verdict
-from fla.ops.common.vendor import smallest_call
+from fla.ops.launch.vendor import smallest_call
 from fla.utils.devices import Device
 
 

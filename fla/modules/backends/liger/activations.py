@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fla.ops.backends.backend import Verdict
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.triton_call import on_device_of
+from fla.backends.backend.base import Verdict
+from fla.opaque import opaque
+from fla.ops.launch.triton_call import on_device_of
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

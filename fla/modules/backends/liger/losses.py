@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from fla.backends.backend.base import Verdict
 from fla.modules.checks import under_autocast
-from fla.ops.backends.backend import Verdict
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.triton_call import on_device_of
+from fla.opaque import opaque
+from fla.ops.launch.triton_call import on_device_of
 
 _NUMBERS = 'float label_smoothing, float logit_softcapping, int ignore_index'
 _IGNORED = -100

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fla.ops.backends.backend import Verdict
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.gates import wide
-from fla.ops.common.triton_call import on_device_of
+from fla.backends.backend.base import Verdict
+from fla.opaque import opaque
+from fla.ops.launch.triton_call import on_device_of
+from fla.ops.recurrence.gates import wide
 
 # Of Liger's casting modes for rms_norm the one that computes in float32 and rounds once. 'llama', its default, rounds the
 # normalized row before the weight multiplies it; 'none' computes in x's dtype. Its number is what backward takes.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends.backend import Verdict
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.triton_call import on_device_of
+from fla.backends.backend.base import Verdict
+from fla.opaque import opaque
+from fla.ops.launch.triton_call import on_device_of
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int, back: bool) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from fla.backends import BaseBackend
 from fla.modules.backends.reference.activations import ReferenceActivations
 from fla.modules.backends.reference.convolution import ReferenceConvolution
 from fla.modules.backends.reference.losses import ReferenceLosses
 from fla.modules.backends.reference.norms import ReferenceNorms
 from fla.modules.backends.reference.rotary import ReferenceRotary
-from fla.ops.backends import BaseBackend
 
 
 class ModulesReference(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fla.ops.common.gates import wide
+from fla.ops.recurrence.gates import wide
 
 
 def _gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

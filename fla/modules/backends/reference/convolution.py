@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fla.modules.backends.reference.overwrite import overwrite
-from fla.ops.common.gates import wide
+from fla.ops.recurrence.gates import wide
 
 
 class ReferenceConvolution:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import distributed
 
 from fla.modules.fused_cross_entropy import reduced
-from fla.ops.common.gates import wide
+from fla.ops.recurrence.gates import wide
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fla.ops.common import gates
-from fla.ops.common.gates import wide
+from fla.ops.recurrence import gates
+from fla.ops.recurrence.gates import wide
 
 
 def normalized(

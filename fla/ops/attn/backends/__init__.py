@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fla.backends import BackendRegistry
 from fla.ops.attn.backends.reference import AttentionReference
 from fla.ops.attn.backends.sdpa import SDPABackend
-from fla.ops.backends import BackendRegistry
 
 attn_registry = BackendRegistry('attn')
 attn_registry.register('fla.ops.attn.backends.flash_attn:FlashAttention3Backend')

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from fla.backends import BaseBackend, Verdict
 from fla.ops.attn.backends.scale import above_zero
-from fla.ops.backends import BaseBackend, Verdict
-from fla.ops.common.triton_call import on_device_of
-from fla.ops.common.vendor import in_pieces, ordered, smallest_call
+from fla.ops.launch.triton_call import on_device_of
+from fla.ops.launch.vendor import in_pieces, ordered, smallest_call
 from fla.utils.devices import Device
 
 

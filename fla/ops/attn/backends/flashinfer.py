@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from fla.backends import BaseBackend, Verdict
 from fla.ops.attn.backends.scale import above_zero
-from fla.ops.backends import BaseBackend, Verdict
-from fla.ops.common.triton_call import on_device_of
-from fla.ops.common.vendor import for_tma, smallest_call
+from fla.ops.launch.triton_call import on_device_of
+from fla.ops.launch.vendor import for_tma, smallest_call
 from fla.utils.devices import Device
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fla.backends import BaseBackend
 from fla.ops.attn.naive import naive_parallel_attn
-from fla.ops.backends import BaseBackend
 
 
 class AttentionReference(BaseBackend):

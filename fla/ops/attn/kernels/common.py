@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fla.ops.attn import naive
-from fla.ops.common.kernels.layout import chunk_of, sequence_span
+from fla.ops.launch.kernels.layout import chunk_of, sequence_span
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 STRONGEST = tl.constexpr(naive.STRONGEST)

@@ -11,10 +11,10 @@ import torch
 from fla.ops.attn.kernels.backward import of_keys, of_queries
 from fla.ops.attn.kernels.common import decay_gradient, decay_sums
 from fla.ops.attn.kernels.forward import forward
-from fla.ops.common.compile_ahead import compiled_together, launch
-from fla.ops.common.kernels import precision as precisions
-from fla.ops.common.kernels.layout import layout_of
-from fla.ops.common.triton_call import as_stored, in_near_rows
+from fla.ops.launch.kernels import precision as precisions
+from fla.ops.launch.kernels.layout import layout_of
+from fla.ops.launch.precompile import launch, precompile_parallel
+from fla.ops.launch.triton_call import contiguous_rows_int32, resolve_neg
 from fla.utils.devices import capability_of, shared_memory_of
 from fla.utils.sizes import next_power_of_2
 
@@ -33,7 +33,7 @@ def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Ha
     return (q.dtype, q.device, q.shape[2:], k.shape[2], v.shape[3], _few(q), windowed, *given)
 
 
-@compiled_together(_kind)
+@precompile_parallel(_kind)
 def attention_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -53,8 +53,8 @@ def attention_forward(
     Returns:
         o `[B, T, HQ, V]` in v's dtype and lse `[B, HQ, T]`, the logarithm of the normaliser in base 2, both contiguous.
     """
-    q, k, v = (in_near_rows(x, _LARGEST_BLOCK) for x in (q, k, v))
-    g = as_stored(g)
+    q, k, v = (contiguous_rows_int32(x, _LARGEST_BLOCK) for x in (q, k, v))
+    g = resolve_neg(g)
     batch, length, heads, _ = q.shape
     window = min(window, k.shape[1])
     o = v.new_empty((batch, length, heads, v.shape[3]))
@@ -77,7 +77,7 @@ def attention_forward(
     return o, lse
 
 
-@compiled_together(_kind)
+@precompile_parallel(_kind)
 def attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -92,8 +92,8 @@ def attention_backward(
     do: torch.Tensor,
 ) -> Gradients:
     """The gradients of q, k, v, g and sink_bias, contiguous, from the arguments and results of `attention_forward`."""
-    q, k, v = (in_near_rows(x, _LARGEST_BLOCK) for x in (q, k, v))
-    g = as_stored(g)
+    q, k, v = (contiguous_rows_int32(x, _LARGEST_BLOCK) for x in (q, k, v))
+    g = resolve_neg(g)
     batch, length, heads, dim = q.shape
     kept, groups = k.shape[1:3]
     window = min(window, kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fla.ops.backends import BackendRegistry
+from fla.backends import BackendRegistry
 from fla.ops.gated_delta_rule.backends.reference import GatedDeltaRuleReference
 
 gated_delta_rule_registry = BackendRegistry('gated_delta_rule')

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from fla.ops.backends import BaseBackend
-from fla.ops.backends.backend import Verdict
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.triton_call import on_device_of
-from fla.ops.common.vendor import captured, for_tma, smallest_call
+from fla.backends import BaseBackend
+from fla.backends.backend.base import Verdict
+from fla.opaque import opaque
+from fla.ops.launch.triton_call import on_device_of
+from fla.ops.launch.vendor import captured, for_tma, smallest_call
 from fla.utils.devices import Device, is_nvidia_sm120
 
 DIM = 128  # K and V
@@ -136,13 +136,13 @@ def _backward(
 def _prepared(x: torch.Tensor, l2norm: bool) -> torch.Tensor:
     if not l2norm:
         return for_tma(x)
-    from fla.ops.common.kernels.l2norm import normalized
+    from fla.ops.recurrence.kernels.l2norm import normalized
 
     return normalized(x.contiguous())
 
 
 def _unnormalized(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    from fla.ops.common.kernels.l2norm import normalized_backward
+    from fla.ops.recurrence.kernels.l2norm import normalized_backward
 
     return normalized_backward(x.contiguous(), dy.contiguous())
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import BaseBackend
-from fla.ops.common.gates import beta_sigmoid, gdn_gate, l2norms, wide
-from fla.ops.common.reference import delta_rule
+from fla.backends import BaseBackend
+from fla.ops.recurrence.gates import beta_sigmoid, gdn_gate, l2norms, wide
+from fla.ops.recurrence.reference import delta_rule
 
 
 class GatedDeltaRuleReference(BaseBackend):

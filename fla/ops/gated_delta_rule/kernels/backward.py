@@ -20,9 +20,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import exp32, inverse_norm, sigmoid, softplus
-from fla.ops.common.kernels.layout import chunk_of
 from fla.ops.gated_delta_rule.kernels.forward import load_beta, store_scores
+from fla.ops.launch.kernels.layout import chunk_of
+from fla.ops.recurrence.kernels.gates import exp32, inverse_norm, sigmoid, softplus
 
 
 @triton.jit(do_not_specialize=['T'])

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm, softplus
-from fla.ops.common.kernels.layout import chunk_of
-from fla.ops.common.kernels.solve import unit_lower_inverse
+from fla.ops.launch.kernels.layout import chunk_of
+from fla.ops.recurrence.kernels.gates import beta_of, exp32, inverse_norm, softplus
+from fla.ops.recurrence.kernels.solve import unit_lower_inverse
 
 
 @triton.jit

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fla.ops.common.assembler import launch_options
-from fla.ops.common.compile_ahead import collecting, compiled_together, kind_of_step, launch
-from fla.ops.common.kernels import precision as precisions
-from fla.ops.common.kernels.layout import Layout, layout_of
-from fla.ops.common.triton_call import in_near_rows
 from fla.ops.gated_delta_rule.kernels.backward import finish_gates, finish_heads, scores, through, within
 from fla.ops.gated_delta_rule.kernels.forward import outputs, prepare
 from fla.ops.gated_delta_rule.kernels.states import states_forward
 from fla.ops.gated_delta_rule.kernels.states_backward import states_backward
 from fla.ops.gated_delta_rule.kernels.turns import programs_of, turns_of
+from fla.ops.launch.kernels import precision as precisions
+from fla.ops.launch.kernels.layout import Layout, layout_of
+from fla.ops.launch.precompile import is_dry_run, kind_of_step, launch, precompile_parallel
+from fla.ops.launch.ptxas_workaround import launch_options
+from fla.ops.launch.triton_call import contiguous_rows_int32
 from fla.utils.devices import capability_of, multiprocessors_of, shared_memory_of
 from fla.utils.sizes import cdiv, next_power_of_2
 
@@ -73,7 +73,7 @@ def _kind(
     return (*kind_of_step(q, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *rest), turns)
 
 
-@compiled_together(_kind)
+@precompile_parallel(_kind)
 def chunk_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -97,7 +97,7 @@ def chunk_forward(
     Returns:
         o, contiguous, in v's dtype; the final state in float32 or None; G and inverse for the backward.
     """
-    q, k, v = (in_near_rows(x, CHUNK) for x in (q, k, v))
+    q, k, v = (contiguous_rows_int32(x, CHUNK) for x in (q, k, v))
     batch, length, _, dim_k = q.shape
     heads, dim_v = v.shape[2:]
     layout = layout_of(batch, length, CHUNK, cu_seqlens)
@@ -150,7 +150,7 @@ def chunk_forward(
     return o, final, G, inverse
 
 
-@compiled_together(_kind)
+@precompile_parallel(_kind)
 def chunk_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -173,7 +173,7 @@ def chunk_backward(
         do: of o, any strides.
         d_final: of the final state, or None for 0.
     """
-    q, k, v = (in_near_rows(x, CHUNK) for x in (q, k, v))
+    q, k, v = (contiguous_rows_int32(x, CHUNK) for x in (q, k, v))
     do = do.contiguous()
     batch, length, groups, dim_k = q.shape
     heads, dim_v = v.shape[2:]
@@ -212,7 +212,7 @@ def chunk_backward(
     blocks, sequences = cdiv(dim_v, rule.backward_block_v), layout.count * heads
     turns = rule.turns(v, layout.packed)
     carried = None if turns == 1 else _empty(k, sequences, dim_k, dim_v, dtype=torch.float32)
-    for turn in range(1 if collecting() else turns):
+    for turn in range(1 if is_dry_run() else turns):
         launch(states_backward, (programs_of(sequences, blocks, turns),))(
             *(q, k, beta32, attend, selves, inverse, do, G, rq, rk, D, dh, d_final, d_initial, carried),
             *(cu_seqlens, layout.offsets, options.scale, length, sequences, turn, *strides_qk),
@@ -333,7 +333,7 @@ def _states(
     blocks, sequences = cdiv(dim_v, rule.state_block_v), layout.count * heads
     turns = rule.turns(v, layout.packed, attend is not None)
     carried = None if turns == 1 else _empty(k, sequences, dim_k, dim_v, dtype=torch.float32)
-    for turn in range(1 if collecting() else turns):
+    for turn in range(1 if is_dry_run() else turns):
         launch(states_forward, (programs_of(sequences, blocks, turns),))(
             *(q, k, v, beta32, attend, selves, inverse, G, rq, rk, h, v_new, o, initial_state, final, carried),
             *(cu_seqlens, layout.offsets, options.scale, length, sequences, turn),

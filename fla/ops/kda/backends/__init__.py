@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fla.ops.backends import BackendRegistry
+from fla.backends import BackendRegistry
 from fla.ops.kda.backends.reference import KDAReference
 
 kda_registry = BackendRegistry('kda')

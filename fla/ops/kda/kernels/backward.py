@@ -15,10 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import beta_of, exp32, inverse_norm
-from fla.ops.common.kernels.layout import chunk_of
 from fla.ops.kda.kernels.forward import from_middle
 from fla.ops.kda.kernels.gates import BLOCK, WHOLE, gate_backward, parameters
+from fla.ops.launch.kernels.layout import chunk_of
+from fla.ops.recurrence.kernels.gates import beta_of, exp32, inverse_norm
 
 
 @triton.jit(do_not_specialize=['T'])

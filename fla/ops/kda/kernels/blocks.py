@@ -12,12 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import beta_of, exp32
-from fla.ops.common.kernels.layout import chunk_of
-from fla.ops.common.kernels.solve import below, unit_lower_inverse
 from fla.ops.kda.kernels.backward import dot_of_parts
 from fla.ops.kda.kernels.forward import middle_scores
 from fla.ops.kda.kernels.gates import BLOCK, FAR, WHOLE
+from fla.ops.launch.kernels.layout import chunk_of
+from fla.ops.recurrence.kernels.gates import beta_of, exp32
+from fla.ops.recurrence.kernels.solve import below, unit_lower_inverse
 
 
 @triton.jit

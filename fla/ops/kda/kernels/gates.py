@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import sigmoid, softplus
-from fla.ops.common.kernels.layout import chunk_of
+from fla.ops.launch.kernels.layout import chunk_of
+from fla.ops.recurrence.kernels.gates import sigmoid, softplus
 
 # Steps of a block, and its kinds: see forward.py.
 BLOCK = tl.constexpr(16)

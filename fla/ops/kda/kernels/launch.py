@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fla.ops.common.compile_ahead import compiled_together, kind_of_step, launch
-from fla.ops.common.kernels import precision as precisions
-from fla.ops.common.kernels.layout import Layout, layout_of
 from fla.ops.kda.kernels.backward import channels_backward, heads_backward, pairs_backward
 from fla.ops.kda.kernels.blocks import blocks_backward, products_with_states, scores, updates
 from fla.ops.kda.kernels.forward import outputs, prepare
 from fla.ops.kda.kernels.gates import BLOCK, FAR, NEAR, WHOLE, decays, gates_backward
 from fla.ops.kda.kernels.states import states_forward
 from fla.ops.kda.kernels.states_backward import states_backward
+from fla.ops.launch.kernels import precision as precisions
+from fla.ops.launch.kernels.layout import Layout, layout_of
+from fla.ops.launch.precompile import kind_of_step, launch, precompile_parallel
 from fla.utils.devices import capability_of, shared_memory_of
 from fla.utils.sizes import cdiv, next_power_of_2
 
@@ -115,7 +115,7 @@ class _Chunks(NamedTuple):
     v_new: torch.Tensor
 
 
-@compiled_together(lambda q, k, v, g, beta, *rest, **more: kind_of_step(q, v, g, beta, *rest, *more.values()))
+@precompile_parallel(lambda q, k, v, g, beta, *rest, **more: kind_of_step(q, v, g, beta, *rest, *more.values()))
 def chunk_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -193,7 +193,7 @@ class Within(NamedTuple):
     dt_bias: torch.Tensor | None
 
 
-@compiled_together(
+@precompile_parallel(
     lambda saved, settings, do, d_final=None, within=None: kind_of_step(
         *(saved.q, saved.v, saved.g, saved.beta, settings, d_final, within, saved.A_log, saved.dt_bias),
         *(saved.initial_state, saved.table, saved.G),

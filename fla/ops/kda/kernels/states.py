@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.common.kernels.gates import exp32
-from fla.ops.common.kernels.layout import sequence_rows
+from fla.ops.launch.kernels.layout import sequence_rows
+from fla.ops.recurrence.kernels.gates import exp32
 
 
 @triton.jit(do_not_specialize=['T'])

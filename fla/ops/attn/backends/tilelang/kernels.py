@@ -13,7 +13,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from fla.ops.common.tilelang_language import span
+from fla.ops.launch.tilelang_language import span
 
 # queries of a program, 64 for each of two warp groups, and keys of a turn
 QUERIES = 128

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends import BaseBackend
-from fla.ops.backends.backend import Verdict
-from fla.ops.common.tilelang_call import on_hopper, usable
-from fla.ops.common.vendor import smallest_call
+from fla.backends import BaseBackend
+from fla.backends.backend.base import Verdict
+from fla.ops.launch.tilelang_call import on_hopper, usable
+from fla.ops.launch.vendor import smallest_call
 from fla.utils.devices import Device
 
 DIMS = (64, 128)

@@ -22,7 +22,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from fla.ops.common.tilelang_language import softplus, span
+from fla.ops.launch.tilelang_language import softplus, span
 
 CHUNK = 64
 BLOCK = 16

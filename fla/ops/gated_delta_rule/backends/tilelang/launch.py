@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.kernels.layout import Layout, layout_of
-from fla.ops.common.tilelang_call import Recipe, kernels_of, name_of
-from fla.ops.common.triton_call import DEVICES, flat, on_device_of
-from fla.ops.common.vendor import for_tma
+from fla.opaque import opaque
 from fla.ops.gated_delta_rule import autograd
 from fla.ops.gated_delta_rule.backends.tilelang import kernels
+from fla.ops.launch.kernels.layout import Layout, layout_of
+from fla.ops.launch.tilelang_call import Recipe, kernels_of, name_of
+from fla.ops.launch.triton_call import DEVICES, flat, on_device_of
+from fla.ops.launch.vendor import for_tma
 
 
 def _recipes(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.backends.opaque import opaque
-from fla.ops.common.kernels.layout import Layout
-from fla.ops.common.tilelang_call import kernels_of, name_of
-from fla.ops.common.triton_call import DEVICES
-from fla.ops.common.vendor import for_tma
+from fla.opaque import opaque
 from fla.ops.kda import autograd
 from fla.ops.kda.backends.tilelang import kernels
 from fla.ops.kda.kernels.launch import Saved, Settings, Within, _Chunks
+from fla.ops.launch.kernels.layout import Layout
+from fla.ops.launch.tilelang_call import kernels_of, name_of
+from fla.ops.launch.triton_call import DEVICES
+from fla.ops.launch.vendor import for_tma
 
 
 def within_chunks(

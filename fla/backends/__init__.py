@@ -1,0 +1,285 @@
+"""Per-call dispatch of operations to backends.
+
+For each call of a function decorated with `@dispatch('<operation>')`, the candidates are asked in this order:
+    1. order: the first policy layer that speaks (scope, code, environment), else priority; `default` stands at 100,
+       a `reference` behind it;
+    2. available: package, version, platform, device; decided when a plan is made;
+    3. enabled: no filter and no toggle excludes it;
+    4. able: the declared facts, the arguments its method lacks, and `<fn>_verifier` accept this call;
+    5. willing: `<fn>_prefers` may put it behind the others.
+The first one left runs. If there is none, `NoBackendError` lists every candidate with its reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fla.backends.backend.base import BaseBackend, Reason, Verdict
+from fla.backends.backend.triton import runs_on_triton
+from fla.backends.core.errors import (
+    BackendBugError,
+    DispatchError,
+    FrozenError,
+    ManifestMismatchError,
+    NoBackendError,
+    RegistrationError,
+    UnknownNameError,
+)
+from fla.backends.core.logs import set_threshold as _set_threshold
+from fla.backends.core.tensors import check_tensors
+from fla.backends.fallback.breaker import Breaker, BreakerEvent, BreakerListener, BreakerSettings, Health
+from fla.backends.observe import describe as _describe
+from fla.backends.observe.records import Record
+from fla.backends.observe.telemetry import CallEvent, Telemetry, add_observer, telemetry
+from fla.backends.observe.trace import Trace, counters, last_backend, trace
+from fla.backends.policy.conditions import ConditionError
+from fla.backends.policy.policy import Policy, Rule
+from fla.backends.registry.discovery import Plugin
+from fla.backends.registry.registry import BackendRegistry, Handle
+from fla.backends.runtime.checkpoint import checkpoint_contexts
+from fla.backends.runtime.decorator import Dispatched, dispatch
+from fla.backends.runtime.dispatcher import (
+    _OPERATION_BACKEND_MODULES,
+    Dispatcher,
+    default_dispatcher,
+    owner_of,
+    replan_everything,
+)
+from fla.backends.runtime.explain import CandidateReport, Decision, explain
+from fla.backends.runtime.freeze import Manifest, freeze_dispatch, is_frozen, manifest, require_manifest, thaw_dispatch
+from fla.backends.runtime.scopes import (
+    allow_backends,
+    deny_backends,
+    on_error,
+    policy_context,
+    prefer_backend,
+    strict_mode,
+    use_backend,
+)
+
+if TYPE_CHECKING:
+    from fla.backends.policy_files.diff import PolicyChange, diff_policy
+    from fla.backends.policy_files.load import PolicyFileError
+    from fla.backends.policy_files.versions import PolicyVersion
+    from fla.backends.policy_files.watch import PolicyEvent, PolicyWatcher, WatchError, watch_policy
+    from fla.backends.tuning.measurements import MeasurementError, Measurements
+    from fla.backends.tuning.measuring import load_measurements, measure, unload_measurements
+
+# What few processes ask for is imported when it is: together a fifth of the time that importing this package takes.
+_ON_REQUEST = {
+    'MeasurementError': 'tuning.measurements',
+    'Measurements': 'tuning.measurements',
+    'PolicyChange': 'policy_files.diff',
+    'PolicyEvent': 'policy_files.watch',
+    'PolicyFileError': 'policy_files.load',
+    'PolicyVersion': 'policy_files.versions',
+    'PolicyWatcher': 'policy_files.watch',
+    'WatchError': 'policy_files.watch',
+    'diff_policy': 'policy_files.diff',
+    'load_measurements': 'tuning.measuring',
+    'measure': 'tuning.measuring',
+    'unload_measurements': 'tuning.measuring',
+    'watch_policy': 'policy_files.watch',
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_REQUEST:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    import importlib
+
+    found = globals()[name] = getattr(importlib.import_module(f'{__name__}.{_ON_REQUEST[name]}'), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_REQUEST})
+
+
+def set_policy(policy: Policy, dispatcher: Dispatcher | None = None) -> Policy | None:
+    """Set the policy of the code layer for the whole process; returns the one it replaces."""
+    return owner_of(dispatcher).set_policy(policy)
+
+
+def get_policy(dispatcher: Dispatcher | None = None) -> Policy | None:
+    """The policy of the code layer, None if none is set."""
+    return owner_of(dispatcher).get_policy()
+
+
+def reset_policy(dispatcher: Dispatcher | None = None) -> None:
+    """Take the policy of the code layer away."""
+    owner_of(dispatcher).reset_policy()
+
+
+def read_policy(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> Policy:
+    """What a policy file says, checked; changes nothing. Raises PolicyFileError, which lists every error with its line."""
+    return owner_of(dispatcher).read_policy(path)
+
+
+def load_policy(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> PolicyVersion:
+    """Put a policy file in force, in the place of the former one. A bad one raises PolicyFileError and changes nothing."""
+    return owner_of(dispatcher).load_policy(path)
+
+
+def unload_policy(dispatcher: Dispatcher | None = None) -> None:
+    """Take the policy file's layer away."""
+    owner_of(dispatcher).unload_policy()
+
+
+def refresh(dispatcher: Dispatcher | None = None) -> None:
+    """Look again: packages, devices, policy variables, backends packages that failed to import."""
+    owner_of(dispatcher).refresh()
+
+
+def reset(dispatcher: Dispatcher | None = None) -> None:
+    """A fresh process, for tests."""
+    owner_of(dispatcher).reset()
+
+
+def plugins(dispatcher: Dispatcher | None = None) -> tuple[Plugin, ...]:
+    """The plugins that were found, with version and error."""
+    return owner_of(dispatcher).plugins()
+
+
+def validate(dispatcher: Dispatcher | None = None) -> list[str]:
+    """Problems that need no call: pending names, verifiers without a method, failed plugins and packages."""
+    return owner_of(dispatcher).validate()
+
+
+def describe(operation: str | None = None, dispatcher: Dispatcher | None = None) -> str:
+    """A table of functions and their candidates, of one operation or of all."""
+    return _describe.describe(owner_of(dispatcher), operation)
+
+
+def snapshot(dispatcher: Dispatcher | None = None) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """Every registry with its backends and where each was registered; immutable."""
+    return _describe.snapshot(owner_of(dispatcher))
+
+
+def call_op(name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a dispatched function by name, as in `call_op('kda.chunk_kda', q, k, v, g, beta)`."""
+    return default_dispatcher().named(name)(*args, **kwargs)
+
+
+def resolve_op(name: str, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The callable that a call would run, by name; without arguments, the dispatched function itself."""
+    function = default_dispatcher().named(name)
+    if not (args or kwargs):
+        return function
+    found: Callable[..., Any] = function.resolve(*args, **kwargs)  # type: ignore[attr-defined]
+    return found
+
+
+def health(dispatcher: Dispatcher | None = None) -> dict[tuple[str, str], Health]:
+    """('operation.function', backend) → what its circuit breaker knows."""
+    return owner_of(dispatcher).health()
+
+
+def breaker(function: str | Callable[..., Any], backend: str, dispatcher: Dispatcher | None = None) -> Breaker:
+    """The circuit breaker of a backend for a function: `.state`, `.reset()`, `.force_open()`, `.force_close()`."""
+    return owner_of(dispatcher).breaker(function, backend)
+
+
+def add_breaker_listener(listener: BreakerListener, dispatcher: Dispatcher | None = None) -> Callable[[], None]:
+    """Call `listener(event)` with a `BreakerEvent` after every change of a breaker's state; returns what ends it."""
+    return owner_of(dispatcher).add_breaker_listener(listener)
+
+
+def set_log_level(level: int | str) -> None:
+    """Set the level of the logger `fla`, which all namespaces share; plans are made anew, so that what is logged then fits.
+
+    Args:
+        level: DEBUG, INFO, WARNING, ERROR or CRITICAL, or one of logging's numbers.
+    """
+    _set_threshold(level)
+    replan_everything()
+
+
+__all__ = [
+    '_OPERATION_BACKEND_MODULES',
+    'BackendBugError',
+    'BackendRegistry',
+    'BaseBackend',
+    'Breaker',
+    'BreakerEvent',
+    'BreakerSettings',
+    'CallEvent',
+    'CandidateReport',
+    'ConditionError',
+    'Decision',
+    'DispatchError',
+    'Dispatched',
+    'Dispatcher',
+    'FrozenError',
+    'Handle',
+    'Health',
+    'Manifest',
+    'ManifestMismatchError',
+    'MeasurementError',
+    'Measurements',
+    'NoBackendError',
+    'Plugin',
+    'Policy',
+    'PolicyChange',
+    'PolicyEvent',
+    'PolicyFileError',
+    'PolicyVersion',
+    'PolicyWatcher',
+    'Reason',
+    'Record',
+    'RegistrationError',
+    'Rule',
+    'Telemetry',
+    'Trace',
+    'UnknownNameError',
+    'Verdict',
+    'WatchError',
+    'add_breaker_listener',
+    'add_observer',
+    'allow_backends',
+    'breaker',
+    'call_op',
+    'check_tensors',
+    'checkpoint_contexts',
+    'counters',
+    'default_dispatcher',
+    'deny_backends',
+    'describe',
+    'diff_policy',
+    'dispatch',
+    'explain',
+    'freeze_dispatch',
+    'get_policy',
+    'health',
+    'is_frozen',
+    'last_backend',
+    'load_measurements',
+    'load_policy',
+    'manifest',
+    'measure',
+    'on_error',
+    'plugins',
+    'policy_context',
+    'prefer_backend',
+    'read_policy',
+    'refresh',
+    'require_manifest',
+    'reset',
+    'reset_policy',
+    'resolve_op',
+    'runs_on_triton',
+    'set_log_level',
+    'set_policy',
+    'snapshot',
+    'strict_mode',
+    'telemetry',
+    'thaw_dispatch',
+    'trace',
+    'unload_measurements',
+    'unload_policy',
+    'use_backend',
+    'validate',
+    'watch_policy',
+]

@@ -1,0 +1,160 @@
+"""What a backend says of itself, checked once at registration, so that the call path checks none of it again."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from fla.backends.backend.base import KINDS, RESERVED_NAMES, BaseBackend
+from fla.backends.core.errors import RegistrationError
+from fla.backends.fallback.failure import may_be_declared
+from fla.utils.devices import PLATFORMS
+
+_VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
+# printable ASCII: the names also stand in generated code, in policies and in tables
+_WORD = re.compile(r'[!-~]+')
+_NOT_IN_WORDS = set(',|;=:')
+
+
+def check_facts(backend: BaseBackend, *, besides: Collection[str] = ()) -> None:
+    """Check the attributes of a backend, one by one, but for those in `besides`.
+
+    Raises:
+        RegistrationError: names the attribute, what it is and what it may be.
+    """
+    for attribute, (right, allowed) in _ATTRIBUTES.items():
+        if attribute in besides:
+            continue
+        try:
+            value = getattr(backend, attribute)
+        except Exception as error:
+            raise RegistrationError(f'{type(backend).__qualname__}.{attribute} raised {error!r}') from error
+        if not right(value):
+            raise _wrong(backend, attribute, allowed)
+
+
+def check_declaration(backend: BaseBackend) -> None:
+    """Check what a backend says of itself.
+
+    Raises:
+        RegistrationError: names the attribute, what it is and what it may be.
+    """
+    check_facts(backend)
+    name, reserved = backend.backend_type.casefold(), (*RESERVED_NAMES, *KINDS)
+    if name in reserved and not (backend.backend_type == backend.kind == 'reference'):
+        raise _wrong(backend, 'backend_type', f'something else: {", ".join(dict.fromkeys(reserved))} are reserved')
+    if backend.package_version is not None and backend.package_name is None:
+        raise _wrong(backend, 'package_version', 'None where there is no package_name, the module to import')
+
+
+def _wrong(backend: BaseBackend, attribute: str, allowed: str) -> RegistrationError:
+    value = getattr(backend, attribute)
+    return RegistrationError(f'{type(backend).__qualname__}.{attribute} is {value!r}; it must be {allowed}')
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and _WORD.fullmatch(value) is not None and not _NOT_IN_WORDS & set(value)
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, str) and _VARIABLE.fullmatch(value) is not None
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, str) and all(part.isidentifier() for part in value.split('.'))
+
+
+def _is_version(value: Any) -> bool:
+    # a fifth of the time of importing this package, and few backends name a version
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        return bool(Requirement(value if value.strip()[:1].isalnum() else f'some{value}').specifier)
+    except (AttributeError, TypeError, InvalidRequirement):
+        return False
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return not math.isnan(value) if isinstance(value, float) else abs(value) <= sys.float_info.max
+
+
+def _is_capability(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(type(part) is int for part in value)
+
+
+def _is_tolerance(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(dtype, torch.dtype) and _is_number(bound) and bound >= 0 for dtype, bound in value.items()
+    )
+
+
+def _some(right: Callable[[Any], bool], at_least: int = 1) -> Callable[[Any], bool]:
+    """A collection of right things."""
+
+    def are_right(value: Any) -> bool:
+        several = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
+        return several and len(value) >= at_least and all(right(item) for item in value)
+
+    return are_right
+
+
+def _per_parameter(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """None, a collection of right things, or one per parameter."""
+    several = _some(right)
+
+    def are_right(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return bool(value) and all(_is_word(name) and several(items) for name, items in value.items())
+        return value is None or several(value)
+
+    return are_right
+
+
+def _or_none(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or right(value)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+# attribute → (whether a value is right, what it must be)
+_ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    'backend_type': (
+        lambda value: _is_word(value) and value != 'base',
+        'a name of its own, in ASCII, without spaces and without , | ; = :',
+    ),
+    'kind': (lambda value: value in ('vendor', 'native', 'reference'), "'vendor', 'native' or 'reference'"),
+    'vendor': (_or_none(_is_word), 'the name of a vendor without spaces and without , | ; = :, or None'),
+    'package_name': (_or_none(_is_module), 'the name of a module to import, or None'),
+    'package_version': (_or_none(_is_version), "a version specifier ('>=1.2'), a requirement ('some-dist>=1.2') or None"),
+    'env_var': (_or_none(_is_variable), 'the name of an environment variable, or None'),
+    'extra_env': (_some(_is_variable, at_least=0), 'a tuple of variable names'),
+    'default_enable': (lambda value: _is_bool(value) or callable(value), 'a bool, or a function that returns one'),
+    'priority': (_is_number, 'a number; lower is asked earlier'),
+    'devices': (
+        _per_parameter(lambda value: value in PLATFORMS),
+        f'a tuple of platforms ({", ".join(PLATFORMS)}), one such tuple per parameter, or None',
+    ),
+    'dtypes': (
+        _per_parameter(lambda value: isinstance(value, torch.dtype)),
+        'a tuple of torch.dtype, one such tuple per parameter, or None',
+    ),
+    'min_capability': (_or_none(_is_capability), 'a tuple such as (9, 0), or None'),
+    'grad': (lambda value: value in ('none', 'backward'), "'none' (inference only) or 'backward'"),
+    'tolerance': (_is_tolerance, 'a mapping from torch.dtype to a number'),
+    'retryable': (
+        _some(may_be_declared, at_least=0),
+        'a tuple of exception types that are the fault of the backend: not TypeError or ValueError themselves, no error of '
+        'dispatch, of memory or of a device',
+    ),
+    'traceable': (_is_bool, 'a bool'),
+    'verified': (_is_bool, 'a bool'),
+}

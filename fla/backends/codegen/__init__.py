@@ -1,0 +1,1 @@
+"""A plan as Python source: for the call, and for `explain`."""

@@ -1,0 +1,1 @@
+"""Words that every other room uses: errors, signatures, questions about tensors, logging, the lock."""

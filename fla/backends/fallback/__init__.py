@@ -1,0 +1,1 @@
+"""What happens after a backend raised: retry with the next candidate, circuit breaker."""

@@ -1,0 +1,1 @@
+"""What ran: traces, counters, telemetry, tables."""

@@ -1,0 +1,1 @@
+"""Which backends are allowed and preferred, and who said so."""

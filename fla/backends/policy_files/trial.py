@@ -1,0 +1,36 @@
+"""What a policy would leave the functions in use with, before it is in force."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fla.backends.backend.base import format_reason
+from fla.backends.core.errors import DispatchError
+from fla.backends.policy.precedence import State
+
+if TYPE_CHECKING:
+    from fla.backends.plan.plan import Candidate
+    from fla.backends.runtime.policy_stack import PolicyStack
+
+
+def require_backends(dispatcher: PolicyStack, state: State, source: str) -> None:
+    """Plan every function that has been called as under `state`.
+
+    Raises:
+        DispatchError: for a function that has a backend now and would have none.
+    """
+    now = dispatcher.state()
+    for entry in dispatcher.entries():
+        if not entry.was_called:
+            continue
+        own = (entry.own,) if entry.own is not None else ()
+        before, after = entry.plan(now.above(*own)), entry.plan(state.above(*own))
+        for platform, chain in after.chains.items():
+            if _may_run(before.chains.get(platform, ())) and not _may_run(chain):
+                reasons = '; '.join(f'{c.member.name}: {format_reason(c.out[1])}' for c in chain if c.out)
+                raise DispatchError(f'{source} leaves no backend for {entry.key} on {platform}: {reasons}')
+
+
+def _may_run(chain: Iterable[Candidate]) -> bool:
+    return any(c.out is None and (c.gate is None or c.gate.is_on) for c in chain)

@@ -1,0 +1,1 @@
+"""Which operations, functions and backends exist, and how they are found."""

@@ -1,0 +1,1 @@
+"""The live function: decorator, entry point, policy stack, scopes."""

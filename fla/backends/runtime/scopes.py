@@ -1,0 +1,201 @@
+"""Policy scopes: `with use_backend('tilelang', op='kda'): ...`
+
+A scope is process-wide, because the backward of a CUDA graph runs on another thread and because a ContextVar breaks
+Dynamo. Each pushes a token and its exit removes that token, so that interleaved threads and generators cannot bring back a
+stale policy. What must differ between two models in one process is bound (`chunk_kda.bind(...)`), not scoped.
+
+Entered inside a region that Dynamo traces, a scope changes nothing in the process: it adds its policy to an attribute that
+Dynamo tracks (and takes back by itself when a trace restarts or is given up). Where a graph break separates entering from
+leaving, Dynamo leaves the attribute to eager code. The generated code therefore always looks there first, and scopes that
+are entered meanwhile go on top of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fla.backends.core import logs
+from fla.backends.core.dynamo import never_a_frame
+from fla.backends.fallback.breaker import BreakerSettings, as_settings
+from fla.backends.fallback.failure import ON_ERROR
+from fla.backends.policy.policy import Policy
+from fla.backends.policy.precedence import Layer
+from fla.backends.runtime.dispatcher import Dispatcher, owner_of
+
+_tokens = itertools.count()
+
+
+class Scope:
+    """A policy for the duration of a `with` block. It may be entered again, also while it is in force."""
+
+    def __init__(self, verb: str, spec: tuple[Any, ...], dispatcher: Dispatcher) -> None:
+        self.verb, self.spec, self.dispatcher = verb, spec, dispatcher
+        self.entered: list[int | None] = []
+
+    def __enter__(self) -> Scope:
+        virtual = self.dispatcher.virtual
+        if torch.compiler.is_dynamo_compiling():
+            virtual.layers = (*virtual.layers, self.spec)
+            self.entered.append(None)
+        elif virtual.layers:
+            self._check()
+            virtual.layers = (*virtual.layers, self.spec)
+            self.entered.append(None)
+        else:
+            self.entered.append(self._push(self._check()))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self.entered:
+            raise RuntimeError(f'{self.verb} was left without having been entered')
+        token = self.entered.pop()
+        if token is None:
+            virtual = self.dispatcher.virtual
+            virtual.layers = virtual.layers[:-1]
+        else:
+            leave(self.dispatcher, token)
+
+    def _check(self) -> Policy:
+        dispatcher, policy = self.dispatcher, Policy(*self.spec)
+        if policy.use:
+            dispatcher.refuse_in_baseline(self.verb)
+        dispatcher.warn_in_baseline(self.verb)
+        dispatcher.refuse_if_frozen(f'enter {self.verb}')
+        dispatcher.check_scope(policy)
+        return policy
+
+    def _push(self, policy: Policy) -> int:
+        frame = sys._getframe(2)
+        source = f'{self.verb} at {frame.f_code.co_filename}:{frame.f_lineno}'
+        return enter(self.dispatcher, self.verb, Layer(policy, source, of_call=True))
+
+
+# they would take themselves for a part of a compiled region
+never_a_frame(Scope.__enter__)
+never_a_frame(Scope.__exit__)
+
+
+def new_token() -> int:
+    """A number that no other scope has."""
+    return next(_tokens)
+
+
+def enter(dispatcher: Dispatcher, verb: str, layer: Layer) -> int:
+    """Push a scope; returns the token that `leave` takes."""
+    token, me = new_token(), threading.get_ident()
+    if any(thread != me for thread in list(dispatcher.holders.values())):
+        logs.warn_once(
+            ('scope threads',),
+            '%s is entered while another thread holds a scope. Scopes are process-wide: bind() what must '
+            'differ between threads.',
+            verb,
+        )
+    dispatcher.holders[token] = me
+    dispatcher.push_scope(token, layer)
+    return token
+
+
+def leave(dispatcher: Dispatcher, token: int) -> None:
+    """Remove a scope, wherever it stands."""
+    dispatcher.holders.pop(token, None)
+    dispatcher.pop_scope(token)
+
+
+def _spec(
+    use: tuple[str, ...] = (),
+    prefer: tuple[str, ...] = (),
+    allow: tuple[str, ...] | None = None,
+    deny: tuple[str, ...] = (),
+    op: str | None = None,
+    strict: bool | None = None,
+    on_error: str | None = None,
+    breaker: tuple[Any, ...] | None = None,
+) -> tuple[Any, ...]:
+    """`Policy(...).spec` without making a Policy: Dynamo traces this."""
+    return (use, prefer, (), allow, deny, op, strict, None, None, on_error, breaker)
+
+
+def _need(verb: str, names: tuple[str, ...]) -> None:
+    if not names:
+        raise TypeError(f"{verb} needs at least one backend name, kind, 'vendor:NAME' or 'impl:IMPL_ID'")
+
+
+def use_backend(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block only these backends may run, tried in this order; a call that none of them accepts raises.
+
+    Overrides toggles, lists and preferences, and says so in `explain`.
+
+    Args:
+        *names: backend names, kinds ('vendor', 'native', 'default', 'reference'), 'vendor:NAME' or 'impl:IMPL_ID'.
+        op: operation ('kda') or function ('kda.chunk_kda'). None: every function that has such a backend.
+        dispatcher: the namespace; default: fla's own.
+
+    Raises:
+        UnknownNameError: on entering, for names nobody knows.
+    """
+    _need('use_backend()', names)
+    return Scope('use_backend()', _spec(use=names, op=op), owner_of(dispatcher))
+
+
+def prefer_backend(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block these backends are asked first. Arguments as for `use_backend`."""
+    _need('prefer_backend()', names)
+    return Scope('prefer_backend()', _spec(prefer=names, op=op), owner_of(dispatcher))
+
+
+def allow_backends(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block only these backends are allowed; without names, none is. Arguments as for `use_backend`."""
+    return Scope('allow_backends()', _spec(allow=names, op=op), owner_of(dispatcher))
+
+
+def deny_backends(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block these backends are not allowed. Arguments as for `use_backend`."""
+    _need('deny_backends()', names)
+    return Scope('deny_backends()', _spec(deny=names, op=op), owner_of(dispatcher))
+
+
+def policy_context(policy: Policy, *, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block `policy` stands above all others."""
+    if not isinstance(policy, Policy):
+        raise TypeError(f'policy_context() takes a Policy, got {policy!r}')
+    return Scope('policy_context()', policy.spec, owner_of(dispatcher))
+
+
+def strict_mode(on: bool = True, *, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
+    """Inside the block backend bugs and unmet wishes raise (or, with `on=False`, do not)."""
+    return Scope('strict_mode()', _spec(strict=bool(on), op=op), owner_of(dispatcher))
+
+
+def on_error(
+    what: str,
+    *,
+    op: str | None = None,
+    breaker: BreakerSettings | Mapping[str, float] | None = None,
+    dispatcher: Dispatcher | None = None,
+) -> Scope:
+    """Inside the block a failing implementation raises ('raise'), or the next candidate is tried ('fallback').
+
+    Only after exceptions that the backend declares in `retryable`; see `fla.backends.fallback` for what else must hold.
+
+    Args:
+        what: 'raise' or 'fallback'.
+        op: operation ('kda') or function ('kda.chunk_kda'). None: all.
+        breaker: when a backend that keeps failing is left alone: `BreakerSettings`, or a mapping of its fields. None: as the
+            layers below say.
+        dispatcher: the namespace; default: fla's own.
+
+    Raises:
+        ValueError: for another word, or settings that cannot be right.
+    """
+    if what not in ON_ERROR:
+        raise ValueError(f"on_error must be 'raise' or 'fallback', got {what!r}")
+    settings = as_settings(breaker)
+    spec = _spec(on_error=what, breaker=None if settings is None else settings.spec, op=op)
+    return Scope('on_error()', spec, owner_of(dispatcher))

@@ -1,0 +1,1 @@
+"""Device code that kernels of several operations share."""
