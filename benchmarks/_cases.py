@@ -370,7 +370,7 @@ def observed_cases(base: str) -> list[Case]:
     # as measure() writes them: a size and the dtype
     measured, with_choice = one('measured')
     sizes = ('q.shape[1] < 64', 'q.shape[1] >= 64 and q.dtype == bfloat16')
-    key = with_choice.__fla_entry__.key
+    key = with_choice.__fla_entry__.spec.key
     measured.set_measured(Policy(rules=tuple(Rule((key,), 'vendor', size) for size in sizes)), 'benchmark')
     failing, with_breaker = one('breaker')
     set_policy(Policy(on_error='fallback'), dispatcher=failing)

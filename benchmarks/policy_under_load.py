@@ -255,7 +255,7 @@ class Load:
                 hung = sum(part.is_alive() for part in parts)
                 in_force = watcher.current_version().policy.prefer == (last,)
                 served = self.function.explain(torch.ones(2)).winner
-            default_dispatcher().unload_policy()
+            default_dispatcher().policies.unload_file()
             reset_policy()
         return {
             **self.counts,

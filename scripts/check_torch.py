@@ -243,7 +243,7 @@ def cold_beside_a_graph_break() -> None:
 
 def _left_nothing() -> bool:
     dispatcher = default_dispatcher()
-    return not dispatcher.scopes and not dispatcher.virtual.layers
+    return not dispatcher.control.now.scopes and not dispatcher.scopes_in_trace.layers
 
 
 def _scope(broken: bool) -> None:

@@ -197,7 +197,7 @@ def report(traces: Mapping[str, Calls], settings: Settings, claims: Claims) -> N
             row.differences.append(difference(call, backend, settings))
     show(sorted(rows.values(), key=lambda row: row.key))
     ran = {row.key for row in rows.values()}
-    others = sorted(set(default_dispatcher().functions()) - ran)
+    others = sorted(set(default_dispatcher().catalogue.functions()) - ran)
     print(f'Dispatched, but not called by this model: {", ".join(others) or "none"}.')
     large = sorted({row.key for row in rows.values() if not all(d.is_small for d in row.differences)})
     bounds = '; '.join(f'{str(d).removeprefix("torch.")} {o:g} and {g:g}' for d, (o, g) in BOUNDS.items())

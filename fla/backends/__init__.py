@@ -12,6 +12,7 @@ The first one left runs. If there is none, `NoBackendError` lists every candidat
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,31 +24,33 @@ from fla.backends.core.errors import (
     DispatchError,
     FrozenError,
     ManifestMismatchError,
-    NoBackendError,
     RegistrationError,
     UnknownNameError,
 )
 from fla.backends.core.logs import set_threshold as _set_threshold
 from fla.backends.core.tensors import check_tensors
-from fla.backends.fallback.breaker import Breaker, BreakerEvent, BreakerListener, BreakerSettings, Health
+from fla.backends.fallback.breaker import Breaker, BreakerEvent, BreakerListener, Health
 from fla.backends.observe import describe as _describe
 from fla.backends.observe.records import Record
 from fla.backends.observe.telemetry import CallEvent, Telemetry, add_observer, telemetry
-from fla.backends.observe.trace import Trace, counters, last_backend, trace
+from fla.backends.observe.trace import Trace, counters, environment_trace, forget_environment_trace, last_backend, trace
+from fla.backends.plan.decision import CandidateReport, Decision, NoBackendError
 from fla.backends.policy.conditions import ConditionError
+from fla.backends.policy.on_error import BreakerSettings
 from fla.backends.policy.policy import Policy, Rule
 from fla.backends.registry.discovery import Plugin
-from fla.backends.registry.registry import BackendRegistry, Handle
+from fla.backends.registry.registry import Handle
 from fla.backends.runtime.checkpoint import checkpoint_contexts
 from fla.backends.runtime.decorator import Dispatched, dispatch
 from fla.backends.runtime.dispatcher import (
     _OPERATION_BACKEND_MODULES,
+    BackendRegistry,
     Dispatcher,
     default_dispatcher,
     owner_of,
     replan_everything,
 )
-from fla.backends.runtime.explain import CandidateReport, Decision, explain
+from fla.backends.runtime.explain import explain
 from fla.backends.runtime.freeze import Manifest, freeze_dispatch, is_frozen, manifest, require_manifest, thaw_dispatch
 from fla.backends.runtime.scopes import (
     allow_backends,
@@ -60,21 +63,21 @@ from fla.backends.runtime.scopes import (
 )
 
 if TYPE_CHECKING:
+    from fla.backends.policy.version import PolicyVersion
     from fla.backends.policy_files.diff import PolicyChange, diff_policy
     from fla.backends.policy_files.load import PolicyFileError
-    from fla.backends.policy_files.versions import PolicyVersion
     from fla.backends.policy_files.watch import PolicyEvent, PolicyWatcher, WatchError, watch_policy
     from fla.backends.tuning.measurements import MeasurementError, Measurements
     from fla.backends.tuning.measuring import load_measurements, measure, unload_measurements
 
-# What few processes ask for is imported when it is: together a fifth of the time that importing this package takes.
+# Rarely used names are imported when they are first read: together a fifth of the time that importing this package takes.
 _ON_REQUEST = {
     'MeasurementError': 'tuning.measurements',
     'Measurements': 'tuning.measurements',
     'PolicyChange': 'policy_files.diff',
     'PolicyEvent': 'policy_files.watch',
     'PolicyFileError': 'policy_files.load',
-    'PolicyVersion': 'policy_files.versions',
+    'PolicyVersion': 'policy.version',
     'PolicyWatcher': 'policy_files.watch',
     'WatchError': 'policy_files.watch',
     'diff_policy': 'policy_files.diff',
@@ -85,12 +88,14 @@ _ON_REQUEST = {
 }
 
 
+def _in(room: str) -> Any:
+    return importlib.import_module(f'{__name__}.{room}')
+
+
 def __getattr__(name: str) -> Any:
     if name not in _ON_REQUEST:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    import importlib
-
-    found = globals()[name] = getattr(importlib.import_module(f'{__name__}.{_ON_REQUEST[name]}'), name)
+    found = globals()[name] = getattr(_in(_ON_REQUEST[name]), name)
     return found
 
 
@@ -98,34 +103,42 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_ON_REQUEST})
 
 
+# What the runtime needs of the rooms above it.
+Dispatcher.policy_reader = staticmethod(lambda: _in('policy_files.load'))
+Dispatcher.environment_recorder = staticmethod(environment_trace)
+Dispatcher.before_reset.append(forget_environment_trace)
+
+
 def set_policy(policy: Policy, dispatcher: Dispatcher | None = None) -> Policy | None:
     """Set the policy of the code layer for the whole process; returns the one it replaces."""
-    return owner_of(dispatcher).set_policy(policy)
+    return owner_of(dispatcher).policies.set_policy(policy)
 
 
 def get_policy(dispatcher: Dispatcher | None = None) -> Policy | None:
     """The policy of the code layer, None if none is set."""
-    return owner_of(dispatcher).get_policy()
+    return owner_of(dispatcher).policies.get_policy()
 
 
 def reset_policy(dispatcher: Dispatcher | None = None) -> None:
     """Take the policy of the code layer away."""
-    owner_of(dispatcher).reset_policy()
+    owner_of(dispatcher).policies.reset_policy()
 
 
 def read_policy(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> Policy:
     """What a policy file says, checked; changes nothing. Raises PolicyFileError, which lists every error with its line."""
-    return owner_of(dispatcher).read_policy(path)
+    found: Policy = _in('policy_files.load').read_version(path, owner_of(dispatcher)).policy
+    return found
 
 
 def load_policy(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> PolicyVersion:
     """Put a policy file in force, in the place of the former one. A bad one raises PolicyFileError and changes nothing."""
-    return owner_of(dispatcher).load_policy(path)
+    found: PolicyVersion = _in('policy_files.load').load_policy(path, owner_of(dispatcher))
+    return found
 
 
 def unload_policy(dispatcher: Dispatcher | None = None) -> None:
     """Take the policy file's layer away."""
-    owner_of(dispatcher).unload_policy()
+    owner_of(dispatcher).policies.unload_file()
 
 
 def refresh(dispatcher: Dispatcher | None = None) -> None:
@@ -145,7 +158,7 @@ def plugins(dispatcher: Dispatcher | None = None) -> tuple[Plugin, ...]:
 
 def validate(dispatcher: Dispatcher | None = None) -> list[str]:
     """Problems that need no call: pending names, verifiers without a method, failed plugins and packages."""
-    return owner_of(dispatcher).validate()
+    return _describe.problems(owner_of(dispatcher))
 
 
 def describe(operation: str | None = None, dispatcher: Dispatcher | None = None) -> str:
@@ -160,12 +173,12 @@ def snapshot(dispatcher: Dispatcher | None = None) -> Mapping[str, Mapping[str, 
 
 def call_op(name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call a dispatched function by name, as in `call_op('kda.chunk_kda', q, k, v, g, beta)`."""
-    return default_dispatcher().named(name)(*args, **kwargs)
+    return default_dispatcher().catalogue.named(name)(*args, **kwargs)
 
 
 def resolve_op(name: str, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """The callable that a call would run, by name; without arguments, the dispatched function itself."""
-    function = default_dispatcher().named(name)
+    function = default_dispatcher().catalogue.named(name)
     if not (args or kwargs):
         return function
     found: Callable[..., Any] = function.resolve(*args, **kwargs)  # type: ignore[attr-defined]

@@ -65,4 +65,4 @@ def inside_plain(toy, q):
 def nothing_is_left():
     """No scope, real or virtual, outlives its block."""
     dispatcher = default_dispatcher()
-    return not dispatcher.scopes and not dispatcher.virtual.layers
+    return not dispatcher.control.now.scopes and not dispatcher.scopes_in_trace.layers

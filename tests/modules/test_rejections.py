@@ -129,7 +129,7 @@ def test_what_may_be_half_written_never_runs_twice(monkeypatch, name):
 
     monkeypatch.setattr(module, launch, Failing())
     for function in (name, 'swiglu'):
-        default = default_dispatcher().entry(f'modules.{function}').default
+        default = default_dispatcher().catalogue.entry(f'modules.{function}').default
         monkeypatch.setattr(type(default), 'retryable', (NotImplementedError,))
     default_dispatcher().reset()
     with on_error('fallback'), pytest.raises(NotImplementedError, match='half way'):

@@ -234,6 +234,14 @@ class BaseBackend(metaclass=BackendMeta):
         return (True, None) if verifier is None else verifier(*args, **kwargs)
 
 
+def overrides(backend: BaseBackend, method: str) -> bool:
+    """Whether the backend defines `method` itself."""
+    found = getattr(backend, method)
+    return getattr(found, '__func__', found) is not getattr(
+        getattr(BaseBackend, method), '__func__', getattr(BaseBackend, method)
+    )
+
+
 def verdict_of(answer: Any, question: str = 'is_available') -> Verdict:
     """An availability answer, a bool or `(bool, reason)`, as a verdict. Nothing else counts as yes."""
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], bool):

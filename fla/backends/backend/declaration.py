@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fla.backends.backend.base import KINDS, RESERVED_NAMES, BaseBackend
+from fla.backends.core.error_kinds import may_be_declared
 from fla.backends.core.errors import RegistrationError
-from fla.backends.fallback.failure import may_be_declared
 from fla.utils.devices import PLATFORMS
 
 _VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')

@@ -17,9 +17,9 @@ from typing import Any
 from fla.backends.core import logs
 from fla.backends.core.errors import DispatchError
 from fla.backends.lint import REGISTRY_RULES, SOURCE_RULES, run
-from fla.backends.observe.describe import describe, snapshot
+from fla.backends.observe.describe import describe, problems, snapshot
 from fla.backends.policy.environment import VARIABLES
-from fla.backends.policy_files.load import PolicyFileError
+from fla.backends.policy_files.load import PolicyFileError, read_version
 from fla.backends.runtime.dispatcher import Dispatcher, default_dispatcher
 from fla.backends.runtime.freeze import manifest
 from fla.utils.devices import PLATFORMS
@@ -130,7 +130,7 @@ def _describe(dispatcher: Dispatcher, options: argparse.Namespace) -> int:
 
 def _validate(dispatcher: Dispatcher, options: argparse.Namespace) -> int:
     logs.set_threshold(logging.CRITICAL)
-    found = dispatcher.validate()
+    found = problems(dispatcher)
     for problem in found:
         print(problem)
     print(f'{len(found)} problems' if found else 'no problems', file=sys.stderr)
@@ -141,7 +141,7 @@ def _check(dispatcher: Dispatcher, options: argparse.Namespace) -> int:
     bad = False
     for file in options.files:
         try:
-            made = dispatcher.read_policy_version(file)
+            made = read_version(file, dispatcher)
         except PolicyFileError as error:
             bad = True
             print('\n'.join(error.errors))
@@ -188,7 +188,7 @@ def _env(dispatcher: Dispatcher, options: argparse.Namespace) -> int:
     if not dispatcher.baseline:
         dispatcher.discovery.load_all()
         rows += [(name, 'each call', _value(name), text) for name, text in sorted(_toggles(dispatcher).items())]
-        dispatcher.check_environment()
+        dispatcher.policies.check_environment()
     _print_table(rows)
     print(f'{OURS} {_version()} at {Path(__file__).parents[3]}')
     other = conflict()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fla.backends.codegen.generator import Generator, bad_text, bug_text, unanswerable_text
-from fla.backends.plan.plan import ANY, Candidate, Case
+from fla.backends.core.tensors import ANY
+from fla.backends.plan.plan import Candidate, Case
 
 
 class Explain(Generator):

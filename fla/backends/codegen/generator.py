@@ -36,8 +36,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from fla.backends.core.signature import Signature
-from fla.backends.plan.plan import ANY, NO_TENSOR, Candidate, Case, Gate, Plan
+from fla.backends.core.tensors import ANY, NO_TENSOR
+from fla.backends.plan.plan import Candidate, Case, Plan
 from fla.backends.policy.precedence import Conditional
+from fla.backends.policy.toggles import Gate
 from fla.utils.env import live_key
 
 # How a tensor says which platform it is on; anything else goes through `_d_platform`, which is slower.

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from fla.utils.env import nearest
 from fla.utils.owners import with_conflict
 
-if TYPE_CHECKING:
-    from fla.backends.runtime.explain import Decision
-
 
 class DispatchError(RuntimeError):
     """Base of every error that dispatch itself raises."""
-
-
-class NoBackendError(DispatchError, NotImplementedError):
-    """No candidate accepts this call. `decision` holds every candidate with its reason; None inside compiled code."""
-
-    # no __init__ of its own: Dynamo could not trace it, nor an `except NoBackendError` in compiled code
-    decision: Decision | None = None
-
-    @classmethod
-    def of(cls, decision: Decision) -> NoBackendError:
-        """The error of a decision without a winner."""
-        error = cls(decision.error_text())
-        error.decision = decision
-        return error
 
 
 class BackendBugError(DispatchError):

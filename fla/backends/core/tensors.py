@@ -7,8 +7,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from fla.backends.plan.plan import NO_TENSOR
 from fla.utils.devices import platform_of_type
+
+# The platform of a call whose plan does not depend on one, and of a call without a tensor.
+ANY = 'any'
+NO_TENSOR = 'none'
 
 PLAIN, OVERRIDES, REFUSED, NOT_A_TENSOR = range(4)
 

@@ -15,59 +15,21 @@ import itertools
 import logging
 import math
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fla.backends.core import logs
+from fla.backends.core.execution import in_backward, in_capture
 from fla.backends.core.locking import lock
-from fla.utils.env import nearest
+from fla.backends.policy.on_error import BreakerSettings
 
 CLOSED, OPEN, HALF_OPEN = 'closed', 'open', 'half_open'
 
 # What `admit` answers besides the number of a probe.
 REFUSED, AS_USUAL = -1, 0
-
-
-@dataclass(frozen=True)
-class BreakerSettings:
-    """When a breaker opens, and for how long.
-
-    Attributes:
-        threshold: failures in a row that open it.
-        cooldown: seconds until a probe.
-        probe_timeout: seconds after which a probe that has not ended is given up, and another call may be one. Generous:
-            the first call of a kernel may have to compile it.
-    """
-
-    threshold: int = 5
-    cooldown: float = 30.0
-    probe_timeout: float = 300.0
-
-    def __post_init__(self) -> None:
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int) or self.threshold < 1:
-            raise ValueError(f'threshold must be a whole number from 1, got {self.threshold!r}')
-        for name in ('cooldown', 'probe_timeout'):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
-                raise ValueError(f'{name} must be a number of seconds from 0, got {value!r}')
-            if name == 'probe_timeout' and not value:
-                raise ValueError(f'probe_timeout must be larger than 0, or every call would be a probe; got {value!r}')
-            object.__setattr__(self, name, float(value))
-
-    @property
-    def spec(self) -> tuple[Any, ...]:
-        """As constants that compiled code can carry; `as_settings` reads them."""
-        return self.threshold, self.cooldown, self.probe_timeout
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
-        return {'threshold': self.threshold, 'cooldown': self.cooldown, 'probe_timeout': self.probe_timeout}
 
 
 @dataclass(frozen=True)
@@ -399,38 +361,6 @@ def _row(failures: int) -> str:
     return f'{failures} failure{"s" if failures != 1 else ""} in a row'
 
 
-def in_capture() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def may_probe() -> bool:
     """Not in a backward pass, whose failure nothing can take over, nor in a capture, which a failure would spoil."""
     return not (in_backward() or in_capture())
-
-
-def as_settings(value: Any) -> BreakerSettings | None:
-    """Breaker settings given as such, as a mapping, as a tuple of all of them, or as None.
-
-    Raises:
-        TypeError, ValueError: for anything else.
-    """
-    if value is None or isinstance(value, BreakerSettings):
-        return value
-    known = [field.name for field in fields(BreakerSettings)]
-    if isinstance(value, Mapping):
-        for name in value:
-            if name not in known:
-                close = nearest(str(name), known)
-                raise TypeError(f'breaker has no setting {name!r}.{close} It has {", ".join(known)}')
-        return BreakerSettings(**value)
-    if isinstance(value, tuple) and len(value) == len(known):
-        return BreakerSettings(*value)
-    raise TypeError(
-        f'breaker must be BreakerSettings(threshold=5, cooldown=30, probe_timeout=300), or a mapping of these; got {value!r}'
-    )

@@ -14,15 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fla.backends.backend.base import BaseBackend
+from fla.backends.backend.base import BaseBackend, overrides
 from fla.backends.core.signature import location
 from fla.backends.lint.findings import Finding
 from fla.backends.lint.source import VERIFIER_SUFFIXES, Project, class_value
 from fla.backends.observe.describe import function_name, methods_of
-from fla.backends.plan.plan import Candidate, Facts, build, overrides
-from fla.backends.registry.registry import BackendRegistry, Registration
-from fla.backends.runtime.dispatcher import Dispatcher, _dispatchers, default_dispatcher
-from fla.backends.runtime.entry import Entry
+from fla.backends.plan.plan import Candidate, Facts, build
+from fla.backends.registry.registry import Registration
+from fla.backends.runtime.dispatcher import BackendRegistry, Dispatcher, LiveFunction, _dispatchers, default_dispatcher
 from fla.utils.devices import PLATFORMS, Device
 from fla.utils.env import nearest
 
@@ -87,11 +86,14 @@ def _dispatcher(dispatcher: Dispatcher, project: Project, roots: list[Path]) -> 
     for operation, text in dispatcher.discovery.errors.items():
         yield from _failed_package(dispatcher.discovery.module_of(operation), text, project)
     for operation, registry in dispatcher.registries.items():
-        known = {entry.name for entry in dispatcher.functions(None if operation == '*' else operation).values()}
+        known = {
+            entry.spec.name for entry in dispatcher.catalogue.functions(None if operation == '*' else operation).values()
+        }
+        assert isinstance(registry, BackendRegistry)
         for registration in registry.registrations():
             yield from _registration(registry, registration, known, project)
         yield from _shared_toggles(registry, project)
-    for entry in dispatcher.functions().values():
+    for entry in dispatcher.catalogue.functions().values():
         yield from _operation(entry)
         yield from _drift(entry)
         yield from _unreachable(entry, project)
@@ -188,31 +190,33 @@ def _shown(default: Any) -> str:
     return getattr(default, '__name__', None) or repr(default)
 
 
-def _operation(entry: Entry) -> Iterator[Finding]:
+def _operation(entry: LiveFunction) -> Iterator[Finding]:
     discovery = entry.dispatcher.discovery
-    if not discovery.exists(entry.operation):
+    if not discovery.exists(entry.spec.operation):
         known = discovery.operations()
-        problem = f'@dispatch({entry.operation!r}): there is no such operation.{nearest(entry.operation, known)}'
-        remedy = f'use one of {", ".join(known) or "none yet"}, or make the package {discovery.module_of(entry.operation)}'
-        yield Finding(*_place(entry.place), 'unknown-operation', problem, remedy)
+        problem = f'@dispatch({entry.spec.operation!r}): there is no such operation.{nearest(entry.spec.operation, known)}'
+        remedy = (
+            f'use one of {", ".join(known) or "none yet"}, or make the package {discovery.module_of(entry.spec.operation)}'
+        )
+        yield Finding(*_place(entry.spec.place), 'unknown-operation', problem, remedy)
 
 
-def _drift(entry: Entry) -> Iterator[Finding]:
-    methods = [entry.default_verifier] if entry.default_verifier is not None else []
+def _drift(entry: LiveFunction) -> Iterator[Finding]:
+    methods = [entry.spec.default_verifier] if entry.spec.default_verifier is not None else []
     for member in entry.members():
         if member.backend is not entry.default:
-            names = (entry.name, *(entry.name + suffix for suffix in VERIFIER_SUFFIXES))
+            names = (entry.spec.name, *(entry.spec.name + suffix for suffix in VERIFIER_SUFFIXES))
             methods += [getattr(member.backend, name) for name in names if callable(getattr(member.backend, name, None))]
     for method in methods:
-        for problem in entry.signature.drift(method):
-            text = f'{method.__qualname__} and {entry.name} ({entry.place.rpartition("/")[2]}) disagree: {problem}'
+        for problem in entry.spec.signature.drift(method):
+            text = f'{method.__qualname__} and {entry.spec.name} ({entry.spec.place.rpartition("/")[2]}) disagree: {problem}'
             yield Finding(*_place(location(method)), 'drift', text, 'write it as in the public function')
 
 
 # -- reachability ----------------------------------------------------------------------------------------------------------
 
 
-def _unreachable(entry: Entry, project: Project) -> Iterator[Finding]:
+def _unreachable(entry: LiveFunction, project: Project) -> Iterator[Finding]:
     """Backends behind a candidate that accepts every call on every machine, under the policy in force."""
     policy = entry.policy(entry.state())
     facts = Facts(
@@ -221,7 +225,7 @@ def _unreachable(entry: Entry, project: Project) -> Iterator[Finding]:
         devices=lambda platform: (Device(platform),),
         gate=entry.dispatcher.toggles.gate,
     )
-    plan = build(entry.signature, entry.members(), policy, PLATFORMS, facts)
+    plan = build(entry.spec.signature, entry.members(), policy, PLATFORMS, facts)
     reached: set[int] = set()
     blockers: dict[int, Candidate] = {}
     for chain in plan.chains.values():
@@ -242,7 +246,7 @@ def _unreachable(entry: Entry, project: Project) -> Iterator[Finding]:
             continue
         blocker = blockers[id(backend)]
         problem = (
-            f'{type(backend).__name__} is never asked for {entry.key}: {blocker.member.name!r} stands before it '
+            f'{type(backend).__name__} is never asked for {entry.spec.key}: {blocker.member.name!r} stands before it '
             f'(order: {policy.order_source}) and accepts every call'
         )
         remedy = f'give {blocker.member.name!r} a verifier or facts, or this one a lower priority'

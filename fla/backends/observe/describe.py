@@ -2,83 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fla.backends.backend.base import BaseBackend, format_reason
-from fla.backends.core.errors import unknown_name
-from fla.backends.plan.plan import Member
-from fla.backends.policy.policy import normalise
+from fla.backends.backend.base import BaseBackend
+from fla.backends.runtime.dispatcher import Dispatcher, LiveFunction
+from fla.backends.runtime.view import state_of
 from fla.utils.owners import conflict
 
-if TYPE_CHECKING:
-    from fla.backends.runtime.dispatcher import Dispatcher
-    from fla.backends.runtime.entry import Entry
-
 _SUFFIXES = ('_verifier', '_prefers')
-
-
-def entry_of(function: Any) -> Entry:
-    """The entry point behind a dispatched function.
-
-    Raises:
-        TypeError: if it is not dispatched.
-    """
-    entry = getattr(function, '__fla_entry__', None)
-    if entry is None:
-        raise TypeError(f'{getattr(function, "__qualname__", function)!r} is not a dispatched function')
-    found: Entry = entry
-    return found
-
-
-def state_of(entry: Entry, member: Member) -> str:
-    """A backend's state for a function, as far as that does not depend on a call."""
-    dispatcher, backend = entry.dispatcher, member.backend
-    if member.unusable is not None:
-        return f'unavailable: {member.unusable}'
-    usable, reason = dispatcher.availability.package(backend)
-    if not usable:
-        return f'unavailable: {format_reason(reason)}'
-    gate = dispatcher.toggles.gate(backend)
-    if not gate.is_on:
-        return f'disabled: {gate.says_off}'
-    return 'available'
-
-
-class BackendsView(Mapping[str, str]):
-    """`function.backends`: name → state of every candidate, in order of priority, read when looked at."""
-
-    def __init__(self, entry: Entry) -> None:
-        self._entry = entry
-
-    def _states(self) -> dict[str, str]:
-        self._entry.dispatcher.discovery.load(self._entry.operation)
-        return {member.name: state_of(self._entry, member) for member in self._entry.members()}
-
-    def __getitem__(self, name: str) -> str:
-        states = self._states()
-        known = next((own for own in states if own.casefold() == normalise(name)), None)
-        if known is None:
-            raise KeyError(str(unknown_name('backend', name, states, f' of {self._entry.key}')))
-        return states[known]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._states())
-
-    def __len__(self) -> int:
-        return len(self._states())
-
-    # from one look each: what a Mapping does by itself asks again for every name, which may be gone by then
-
-    def items(self) -> ItemsView[str, str]:
-        return self._states().items()
-
-    def values(self) -> ValuesView[str]:
-        return self._states().values()
-
-    def __repr__(self) -> str:
-        return f'{self._entry.key} backends: {self._states()}'
 
 
 def snapshot(dispatcher: Dispatcher) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
@@ -121,11 +54,18 @@ def function_name(method: str) -> str:
     return method
 
 
+def _functions_of(dispatcher: Dispatcher, operation: str) -> list[LiveFunction]:
+    """The functions that backends registered for an operation, or for all ('*'), may serve."""
+    return list(dispatcher.catalogue.functions(None if operation == '*' else operation).values())
+
+
 def pending(dispatcher: Dispatcher) -> dict[str, list[str]]:
     """Methods of functions that nobody has declared (yet), by 'operation.backend'."""
     found: dict[str, list[str]] = {}
     for operation, registry in dispatcher.registries.items():
-        known = {entry.name for entry in dispatcher.functions(None if operation == '*' else operation).values()}
+        known = {
+            entry.spec.name for entry in dispatcher.catalogue.functions(None if operation == '*' else operation).values()
+        }
         for backend in registry:
             names = sorted({function_name(name) for name in methods_of(backend)} - known)
             if names:
@@ -142,7 +82,7 @@ def problems(dispatcher: Dispatcher) -> list[str]:
         f'operation {name!r}: its backends package failed: {text}'
         for name, text in sorted(dict(dispatcher.discovery.errors).items())
     ]
-    found += dispatcher.environment_problems()
+    found += dispatcher.policies.environment_problems()
     for plugin in dispatcher.plugins():
         if plugin.error:
             found.append(f'plugin {plugin.name} ({plugin.source}) failed: {plugin.error}')
@@ -155,25 +95,27 @@ def problems(dispatcher: Dispatcher) -> list[str]:
                 found += [f'{operation}.{entry.name}: {text}' for text in texts]
     for name, functions in sorted(pending(dispatcher).items()):
         found.append(f'{name}: no such function is known (yet): {", ".join(functions)}')
-    for function in dispatcher.functions().values():
+    for function in dispatcher.catalogue.functions().values():
         for member in function.members():
             if member.implementation is None:
                 continue
-            for name in (function.name, *(function.name + suffix for suffix in _SUFFIXES)):
+            for name in (function.spec.name, *(function.spec.name + suffix for suffix in _SUFFIXES)):
                 method = getattr(member.backend, name, None)
                 if member.backend.kind != 'default' and callable(method):
-                    where = f'{function.operation}.{member.name}.{name}'
-                    found += [f'{where}: {text}' for text in function.signature.drift(method)]
+                    where = f'{function.spec.operation}.{member.name}.{name}'
+                    found += [f'{where}: {text}' for text in function.spec.signature.drift(method)]
     return found
 
 
 def _facts_of_nobody(dispatcher: Dispatcher, operation: str, backend: BaseBackend) -> list[str]:
     """Facts declared for parameters that none of the backend's functions has: nothing would ever test them."""
     methods = methods_of(backend)
-    served = [e for e in dispatcher.functions(None if operation == '*' else operation).values() if e.name in methods]
-    parameters = {name for entry in served for name in entry.signature.names}
+    served = [
+        e for e in dispatcher.catalogue.functions(None if operation == '*' else operation).values() if e.spec.name in methods
+    ]
+    parameters = {name for entry in served for name in entry.spec.signature.names}
     return [
-        f'{attribute} names parameter {name!r}, which {", ".join(sorted(e.name for e in served))} does not have'
+        f'{attribute} names parameter {name!r}, which {", ".join(sorted(e.spec.name for e in served))} does not have'
         for attribute in ('devices', 'dtypes')
         for name in getattr(backend, attribute) or ()
         if served and isinstance(getattr(backend, attribute), Mapping) and name not in parameters
@@ -194,15 +136,15 @@ def describe(dispatcher: Dispatcher, operation: str | None = None) -> str:
     if operation is None:
         dispatcher.discovery.load_all()
     else:
-        dispatcher.check_operation(operation)
-        dispatcher.discovery.load(dispatcher.operation_of(operation))
+        dispatcher.catalogue.check_operation(operation)
+        dispatcher.discovery.load(dispatcher.catalogue.operation_of(operation))
     lines = [f'namespace {dispatcher.namespace}, variables {dispatcher.env_prefix}_*']
-    for layer in dispatcher.layers():
+    for layer in dispatcher.policies.state.layers:
         lines.append(f'policy of {layer.source}: {layer.policy.to_dict()}')
-    for key, entry in sorted(dispatcher.functions().items()):
-        if operation not in (None, key, entry.operation):
+    for key, entry in sorted(dispatcher.catalogue.functions().items()):
+        if operation not in (None, key, entry.spec.operation):
             continue
-        lines.append(f'{key} ({entry.place})')
+        lines.append(f'{key} ({entry.spec.place})')
         for member in entry.members():
             backend = member.backend
             mark = '' if backend.verified else ' (unverified)'
@@ -212,7 +154,7 @@ def describe(dispatcher: Dispatcher, operation: str | None = None) -> str:
                 f'{state_of(entry, member)}{mark}{toggle}  [{member.origin}]'
             )
     for name, functions in sorted(pending(dispatcher).items()):
-        if operation is None or f'{name}.'.startswith(f'{dispatcher.operation_of(operation)}.'):
+        if operation is None or f'{name}.'.startswith(f'{dispatcher.catalogue.operation_of(operation)}.'):
             lines.append(f'pending: {name}: {", ".join(functions)}')
     for plugin in dispatcher.discovery.plugins:
         lines.append(f'plugin {plugin.name} ({plugin.source}) {plugin.version or ""}: {plugin.error or "loaded"}')

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from fla.backends.core.spec import FunctionSpec
 from fla.backends.core.tensors import same
-
-if TYPE_CHECKING:
-    from fla.backends.runtime.entry import Entry
 
 # Flags are these, and None; a dtype is written {'dtype': 'bfloat16'}.
 _PLAIN = (bool, int, float, str, type(None))
@@ -94,10 +92,10 @@ class Record:
         return ', '.join(words) + ('' if self.grad_mode else '; no_grad')
 
 
-def record_of(entry: Entry, backend: str, arguments: Mapping[str, Any] | None) -> Record:
+def record_of(spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | None) -> Record:
     """What is kept of a call; `arguments` is None for one that is being compiled."""
     if arguments is None:
-        return Record(entry.key, backend, {}, {}, compiled=True)
+        return Record(spec.key, backend, {}, {}, compiled=True)
     tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
     flags: dict[str, Any] = {}
     strides: dict[str, tuple[int, ...]] = {}
@@ -113,16 +111,16 @@ def record_of(entry: Entry, backend: str, arguments: Mapping[str, Any] | None) -
                 strides[name] = value.stride()
             if value.requires_grad:
                 wanting.append(name)
-        elif name in (entry.signature.var_positional, entry.signature.var_keyword):
+        elif name in (spec.signature.var_positional, spec.signature.var_keyword):
             if value:
                 lost.append(name)
-        elif not same(value, entry.signature.default(name)):
+        elif not same(value, spec.signature.default(name)):
             if type(value) in _PLAIN or isinstance(value, torch.dtype):
                 flags[name] = value
             else:
                 lost.append(name)
     grad_mode = torch.is_grad_enabled()
-    return Record(entry.key, backend, tensors, flags, False, strides, tuple(wanting), grad_mode, tuple(lost))
+    return Record(spec.key, backend, tensors, flags, False, strides, tuple(wanting), grad_mode, tuple(lost))
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -18,28 +18,22 @@ import bisect
 import json
 import logging
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from fla.backends.core import logs
 from fla.backends.core.errors import DispatchError, unknown_name
+from fla.backends.core.execution import in_capture
 from fla.backends.core.locking import lock
-from fla.backends.fallback.breaker import CLOSED, HALF_OPEN, OPEN, in_capture
+from fla.backends.core.spec import FunctionSpec
+from fla.backends.fallback.breaker import CLOSED, HALF_OPEN, OPEN
 from fla.backends.policy.policy import normalise
-from fla.backends.runtime.dispatcher import Dispatcher, owner_of
-
-if TYPE_CHECKING:
-    from fla.backends.runtime.entry import Entry
-
-SERVED, RAISED, FAILED, KEPT_OUT, NO_BACKEND, COMPILED = 'served', 'raised', 'failed', 'open', 'no_backend', 'compiled'
-OUTCOMES = (SERVED, RAISED, FAILED, KEPT_OUT, NO_BACKEND, COMPILED)
+from fla.backends.runtime.dispatcher import Dispatcher, entry_of, owner_of
+from fla.backends.runtime.recorders import OUTCOMES
 
 # Upper bounds in seconds of the histogram's buckets, from a decode step to a long prefill.
 BUCKETS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -96,12 +90,15 @@ class Telemetry:
         dispatcher: the namespace; default: fla's own.
     """
 
+    wants_calls, wants_outcomes = False, True
+
     def __init__(self, timing: bool = False, pending: int = 10_000, dispatcher: Dispatcher | None = None) -> None:
         if not isinstance(timing, bool):
             raise TypeError(f'timing must be True or False, got {timing!r}')
         if isinstance(pending, bool) or not isinstance(pending, int) or pending < 1:
             raise ValueError(f'pending must be a whole number from 1, got {pending!r}')
-        self.timing, self.dispatcher = timing, owner_of(dispatcher)
+        self.timing = self.wants_times = timing
+        self.dispatcher = owner_of(dispatcher)
         self.dropped = self._times_cleared = 0
         self._most_pending = pending
         self._calls: dict[tuple[str, str, str], int] = {}
@@ -121,21 +118,14 @@ class Telemetry:
         Raises:
             DispatchError: if it is counting already; a call would count twice.
         """
-        dispatcher = self.dispatcher
-        dispatcher.warn_in_baseline('telemetry()')
-        dispatcher.state()
-        with lock:
-            if any(running is self for running in dispatcher.telemetries):
-                raise DispatchError('this telemetry is counting already: use another one, `with telemetry() as t:`')
-            dispatcher.telemetries = (*dispatcher.telemetries, self)
-            dispatcher.push()
+        self.dispatcher.policies.warn_in_baseline('telemetry()')
+        if not self.dispatcher.start_recording(self):
+            raise DispatchError('this telemetry is counting already: use another one, `with telemetry() as t:`')
         return self
 
     def stop(self) -> None:
-        """End counting; what was counted stays."""
-        with lock:
-            self.dispatcher.telemetries = tuple(one for one in self.dispatcher.telemetries if one is not self)
-            self.dispatcher.push()
+        """End counting; the counts stay."""
+        self.dispatcher.stop_recording(self)
 
     def clear(self) -> None:
         """Count from zero."""
@@ -146,7 +136,10 @@ class Telemetry:
 
     # -- called for generated code ------------------------------------------------------------------------------------
 
-    def add(self, key: tuple[str, str, str], took: float | tuple[Any, Any] | None = None) -> None:
+    def call(self, spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | None) -> None:
+        """Not asked for."""
+
+    def outcome(self, key: tuple[str, str, str], took: Any, error: BaseException | None) -> None:
         """Count one (function, backend, outcome); `took` is a time in seconds, or a pair of CUDA events."""
         with lock:
             self._calls[key] = self._calls.get(key, 0) + 1
@@ -207,17 +200,15 @@ class Telemetry:
         Raises:
             UnknownNameError: for a function, backend or outcome that nobody knows.
         """
-        from fla.backends.observe.describe import entry_of
-
         if callable(function):
-            function = entry_of(function).key
+            function = entry_of(function).spec.key
         name = None if backend is None else normalise(backend)
         with lock:
             calls = list(self._calls.items())
         if function is not None and not any(function == key[0] for key, _ in calls):
-            self.dispatcher.entry(function)
+            self.dispatcher.catalogue.entry(function)
         if name is not None and name != 'none' and not any(name == normalise(key[1]) for key, _ in calls):
-            self.dispatcher.check_tokens((name,), function)
+            self.dispatcher.catalogue.check_tokens((name,), function)
         if outcome is not None and outcome not in OUTCOMES:
             raise unknown_name('outcome', outcome, OUTCOMES)
         wanted = function, name, outcome
@@ -277,72 +268,37 @@ def add_observer(observer: Observer, dispatcher: Dispatcher | None = None) -> Ca
 
     What an observer raises is logged once and harms no call.
     """
-    # the same one may be added twice
-    owner, token = owner_of(dispatcher), object()
+    owner = owner_of(dispatcher)
     if not callable(observer):
         raise TypeError(f'an observer is a function of a CallEvent, got {observer!r}')
-    owner.warn_in_baseline('add_observer()')
-    owner.state()
-    with lock:
-        owner.observers = (*owner.observers, (token, observer))
-        owner.push()
-
-    def end() -> None:
-        with lock:
-            owner.observers = tuple(known for known in owner.observers if known[0] is not token)
-            owner.push()
-
-    return end
+    owner.policies.warn_in_baseline('add_observer()')
+    recorder = _Observing(observer)  # a new one: the same observer may be added twice
+    owner.start_recording(recorder)
+    return lambda: owner.stop_recording(recorder)
 
 
-# -- what generated code calls ------------------------------------------------------------------------------------------
+class _Observing:
+    """Tells an observer of each outcome."""
 
+    wants_calls, wants_outcomes, wants_times = False, True, False
 
-def begin(first: Any) -> Any:
-    """The beginning of a timed call: a CUDA event on the current stream of the first tensor's device, or the host's time.
-    None in a capture, where an event would become part of the graph."""
-    # a fake CUDA tensor needs no CUDA
-    if isinstance(first, torch.Tensor) and first.is_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        if in_capture():
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(first.device))
-        return event
-    return time.perf_counter()
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
 
+    def call(self, spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | None) -> None:
+        """Not asked for."""
 
-def elapsed(start: Any, first: Any) -> float | tuple[Any, Any] | None:
-    """What a timed call took: seconds, or a pair of CUDA events."""
-    if start is None or isinstance(start, float):
-        return None if start is None else time.perf_counter() - start
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(first.device))
-    return start, event
-
-
-def reporter(entry: Entry, backend: str) -> Callable[..., None]:
-    """A function of an outcome (and of what the call took, and of what it raised) that counts it wherever somebody counts,
-    and tells the observers."""
-    dispatcher = entry.dispatcher
-    keys = {outcome: (entry.key, backend, outcome) for outcome in OUTCOMES}
-
-    def report(outcome: str, took: Any = None, error: BaseException | None = None) -> None:
-        key = keys[outcome]
-        for running in dispatcher.telemetries:
-            running.add(key, took)
-        if dispatcher.observers:
-            _tell(dispatcher.observers, CallEvent(*key, took if isinstance(took, float) else None, error))
-
-    return report
-
-
-def _tell(observers: tuple[tuple[object, Observer], ...], event: CallEvent) -> None:
-    for _, observer in observers:
+    def outcome(self, key: tuple[str, str, str], took: Any, error: BaseException | None) -> None:
+        """Call the observer with an event."""
+        event = CallEvent(*key, took if isinstance(took, float) else None, error)
         try:
-            observer(event)
+            self.observer(event)
         except (Exception, SystemExit):  # an observer's error is not the call's
-            key = 'observer', id(observer)
-            logs.once(key, logging.ERROR, 'observer %r raised for %s', observer, event, exc_info=True)
+            logged = 'observer', id(self.observer)
+            logs.once(logged, logging.ERROR, 'observer %r raised for %s', self.observer, event, exc_info=True)
+
+    def after_fork_in_child(self) -> None:
+        """A forked child keeps its observers."""
 
 
 # -- Prometheus ---------------------------------------------------------------------------------------------------------

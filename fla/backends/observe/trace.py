@@ -13,15 +13,13 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fla.backends.core.errors import DispatchError
 from fla.backends.core.locking import lock
+from fla.backends.core.spec import FunctionSpec
 from fla.backends.observe.records import Record, record_of
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
-
-if TYPE_CHECKING:
-    from fla.backends.runtime.entry import Entry
 
 
 class Trace:
@@ -31,6 +29,8 @@ class Trace:
         limit: how many records are kept, the newest. Counters count all.
         dispatcher: the namespace; default: fla's own.
     """
+
+    wants_calls, wants_outcomes, wants_times = True, False, False
 
     def __init__(self, limit: int = 100_000, dispatcher: Dispatcher | None = None) -> None:
         if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= sys.maxsize:
@@ -52,20 +52,13 @@ class Trace:
         Raises:
             DispatchError: if it is recording already; a call would count twice.
         """
-        dispatcher = self.dispatcher
-        dispatcher.warn_in_baseline('trace()')
-        dispatcher.state()
-        with lock:
-            if any(running is self for running in dispatcher.traces):
-                raise DispatchError('this trace is recording already: use another one, `with trace() as t:`')
-            dispatcher.traces = (*dispatcher.traces, self)
-            dispatcher.push()
+        self.dispatcher.policies.warn_in_baseline('trace()')
+        if not self.dispatcher.start_recording(self):
+            raise DispatchError('this trace is recording already: use another one, `with trace() as t:`')
 
     def stop(self) -> None:
-        """End recording; what was recorded stays."""
-        with lock:
-            self.dispatcher.traces = tuple(running for running in self.dispatcher.traces if running is not self)
-            self.dispatcher.push()
+        """End recording; the records stay."""
+        self.dispatcher.stop_recording(self)
 
     def __iter__(self) -> Iterator[Record]:
         with lock:  # calls go on
@@ -74,12 +67,18 @@ class Trace:
     def __len__(self) -> int:
         return len(self.records)
 
-    def add(self, entry: Entry, backend: str, arguments: Mapping[str, Any] | None) -> None:
+    def call(self, spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | None) -> None:
         """Called by generated code; `arguments` is None for a call that is being compiled."""
-        made = record_of(entry, backend, arguments)
+        made = record_of(spec, backend, arguments)
         with lock:
             self.records.append(made)
-            self.counters[entry.key, backend] += 1
+            self.counters[spec.key, backend] += 1
+
+    def outcome(self, key: tuple[str, str, str], took: Any, error: BaseException | None) -> None:
+        """Not asked for."""
+
+    def after_fork_in_child(self) -> None:
+        """A forked child keeps the records."""
 
     def last_backend(self, function: str) -> str:
         """The backend that ran last for a function ('kda.chunk_kda', or 'kda' for any of the operation).
@@ -112,10 +111,11 @@ def trace(limit: int = 100_000, dispatcher: Dispatcher | None = None) -> Trace:
 
 def _running(dispatcher: Dispatcher | None) -> Trace:
     owner = owner_of(dispatcher)
-    if not owner.traces:
+    found = [recorder for recorder in owner.recorders if isinstance(recorder, Trace)]
+    if not found:
         variable = owner.environment.name('DISPATCH_TRACE')
         raise DispatchError(f'nothing is recorded: use `with trace() as t:`, or set {variable}=1 before the first call')
-    return owner.traces[-1]
+    return found[-1]
 
 
 def last_backend(function: str, dispatcher: Dispatcher | None = None) -> str:
@@ -137,30 +137,20 @@ def counters(dispatcher: Dispatcher | None = None) -> dict[tuple[str, str], int]
     return dict(_running(dispatcher).counters)
 
 
-_environment_traces: dict[int, Trace] = {}
-
-
-def follow_environment(dispatcher: Dispatcher, wanted: bool) -> None:
-    """For FLA_DISPATCH_TRACE=1: record from now on, and print the counters at exit. Without it, end that."""
-    running = _environment_traces.get(id(dispatcher))
-    is_running = running is not None and running in dispatcher.traces
-    if running is not None and is_running and not wanted:
-        running.stop()
-    if is_running or not wanted:
-        return
-    started = _environment_traces[id(dispatcher)] = Trace(dispatcher=dispatcher)
-    with lock:
-        dispatcher.traces = (*dispatcher.traces, started)
+def environment_trace(dispatcher: Dispatcher) -> Trace:
+    """The trace for FLA_DISPATCH_TRACE=1, which prints its counters at exit."""
+    made = Trace(dispatcher=dispatcher)
 
     def report() -> None:
-        if started.counters:
-            print(f'dispatched calls of {dispatcher.namespace}:\n{started.summary()}', file=sys.stderr)
+        if made.counters:
+            print(f'dispatched calls of {dispatcher.namespace}:\n{made.summary()}', file=sys.stderr)
 
     atexit.register(report)
+    return made
 
 
-def forget_environment(dispatcher: Dispatcher) -> None:
-    """For `reset()`: what was recorded for FLA_DISPATCH_TRACE so far is not reported."""
-    started = _environment_traces.pop(id(dispatcher), None)
-    if started is not None:
+def forget_environment_trace(dispatcher: Dispatcher) -> None:
+    """For `reset()`: the calls recorded for FLA_DISPATCH_TRACE so far are not reported."""
+    started = dispatcher.policies.environment_recorder
+    if isinstance(started, Trace):
         started.counters.clear()

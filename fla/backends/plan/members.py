@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fla.backends.backend.base import BackendMeta, BaseBackend
+from fla.backends.backend.base import BackendMeta, BaseBackend, overrides
 from fla.backends.backend.declaration import check_declaration
 from fla.backends.backend.untraceable import findings
 from fla.backends.core.errors import RegistrationError
 from fla.backends.core.signature import Callee, location
-from fla.backends.plan.plan import Member, overrides
+from fla.backends.core.spec import FunctionSpec
+from fla.backends.plan.plan import Member
 from fla.backends.policy.policy import matches
+from fla.backends.policy.toggles import Toggles
 from fla.backends.registry.registry import Registration
 
-if TYPE_CHECKING:
-    from fla.backends.runtime.entry import Entry
+CheckMethods = Callable[[FunctionSpec, BaseBackend], None]
 
 
 def any_match(members: Iterable[Member], tokens: tuple[str, ...]) -> bool:
@@ -23,47 +24,64 @@ def any_match(members: Iterable[Member], tokens: tuple[str, ...]) -> bool:
     return any(matches(token, member.backend) for token in tokens for member in members)
 
 
-def collect(function: Entry) -> tuple[Member, ...]:
-    """The members of a function by priority, its default included. Runs code of the backends: never under the lock."""
+def collect(
+    spec: FunctionSpec,
+    default: BaseBackend,
+    registrations: Iterable[tuple[int, Registration]],
+    toggles: Toggles,
+    check_methods: CheckMethods,
+) -> tuple[Member, ...]:
+    """The members of a function by priority, its default included. Runs code of the backends: never under the lock.
+
+    Args:
+        default: the decorated function as a backend.
+        registrations: (rank among equal priorities, registration) of the backends that serve the operation.
+        check_methods: compares a backend's methods with the function; raises RegistrationError under strict.
+    """
     found: list[tuple[float, int, Member]] = []
-    for rank, name in enumerate((function.operation, '*')):
-        registry = function.dispatcher.registries.get(name)
-        for registration in registry.registrations() if registry is not None else ():
-            member = _registered(function, registration)
-            if member is not None:
-                found.append((member.priority, rank, member))
-    default = _member(function, function.default, function.function, function.default_verifier, None, function.place)
-    found.append((default.priority, 2, default))
+    for rank, registration in registrations:
+        member = _registered(spec, registration, toggles, check_methods)
+        if member is not None:
+            found.append((member.priority, rank, member))
+    own = _member(spec, default, toggles, spec.default, spec.default_verifier, None, spec.place)
+    # behind registered backends of the same priority
+    found.append((own.priority, 2, own))
     return tuple(member for _, _, member in sorted(found, key=lambda item: item[:2]))
 
 
-def _registered(function: Entry, registration: Registration) -> Member | None:
-    backend, name = registration.backend, function.name
+def _registered(
+    spec: FunctionSpec, registration: Registration, toggles: Toggles, check_methods: CheckMethods
+) -> Member | None:
+    backend, name = registration.backend, spec.name
     if backend is None:
-        # whether it has a method of that name is not known; the user should hear of it rather than not
-        stand_in: BaseBackend = BackendMeta('NotImported', (BaseBackend,), {'backend_type': registration.name})()
+        # shown although it may lack a method of that name: an import error must be visible
         reason = f'cannot be imported: {registration.error or "not imported yet"}'
-        return Member(stand_in, None, None, unusable=reason, origin=registration.origin)
+        return _stand_in('NotImported', registration, reason)
     try:
         check_declaration(backend)
     except RegistrationError as error:
-        # right when it was registered, and set to something else since
-        broken: BaseBackend = BackendMeta('Broken', (BaseBackend,), {'backend_type': registration.name})()
-        return Member(broken, None, None, unusable=str(error), origin=registration.origin)
+        # right when it was registered, changed since
+        return _stand_in('Broken', registration, str(error))
     implementation = getattr(backend, name, None)
     if not callable(implementation):
         return None
-    function.dispatcher.check_methods(function.operation, function.signature, name, function.place, backend)
+    check_methods(spec, backend)
     verifier = getattr(backend, f'{name}_verifier', None)
     if overrides(backend, 'verify'):
         verifier = _through_verify(backend, name)
     prefers = getattr(backend, f'{name}_prefers', None)
-    return _member(function, backend, implementation, verifier, prefers, registration.origin)
+    return _member(spec, backend, toggles, implementation, verifier, prefers, registration.origin)
+
+
+def _stand_in(class_name: str, registration: Registration, reason: str) -> Member:
+    backend: BaseBackend = BackendMeta(class_name, (BaseBackend,), {'backend_type': registration.name})()
+    return Member(backend, None, None, unusable=reason, origin=registration.origin)
 
 
 def _member(
-    function: Entry,
+    spec: FunctionSpec,
     backend: BaseBackend,
+    toggles: Toggles,
     implementation: Callable[..., Any],
     verifier: Callable[..., Any] | None,
     prefers: Callable[..., Any] | None,
@@ -73,17 +91,17 @@ def _member(
     calls: list[Callee | None] = [None, None, None]
     for place, method in enumerate((implementation, verifier, prefers)):
         try:
-            calls[place] = None if method is None else function.signature.call(method)
+            calls[place] = None if method is None else spec.signature.call(method)
         except (TypeError, ValueError) as error:
             unusable = f'a method without a signature that can be read: {error}'
     for what, call in zip(('its method', 'its verifier', 'its prefers'), calls, strict=True):
         if call is not None and call.unfillable:
-            unusable = f'{what} needs {", ".join(map(repr, call.unfillable))}, which {function.name} does not have'
-    untraceable = _untraceable(function, backend, verifier, prefers)
+            unusable = f'{what} needs {", ".join(map(repr, call.unfillable))}, which {spec.name} does not have'
+    untraceable = _untraceable(backend, toggles, verifier, prefers)
     return Member(backend, implementation, calls[0], verifier, calls[1], prefers, calls[2], unusable, untraceable, origin)
 
 
-def _untraceable(function: Entry, backend: BaseBackend, *methods: Callable[..., Any] | None) -> str | None:
+def _untraceable(backend: BaseBackend, toggles: Toggles, *methods: Callable[..., Any] | None) -> str | None:
     if not backend.traceable:
         return 'the backend says traceable = False'
     if overrides(backend, 'verify'):
@@ -92,8 +110,8 @@ def _untraceable(function: Entry, backend: BaseBackend, *methods: Callable[..., 
         found = findings(method) if method is not None else []
         if found:
             return str(found[0])
-    if backend.kind != 'default' and function.dispatcher.toggles.gate(backend).ask is not None:
-        return f'{location(backend.is_enabled)}: is_enabled() reads what nobody declared; name it in extra_env'
+    if backend.kind != 'default' and toggles.gate(backend).ask is not None:
+        return f'{location(backend.is_enabled)}: is_enabled() reads a variable that is not declared; name it in extra_env'
     return None
 
 

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 
 from fla.backends.backend.availability import capability_verdict
-from fla.backends.backend.base import DEFAULT_PRIORITY, REFERENCE_PRIORITY, BaseBackend, Reason, Verdict
+from fla.backends.backend.base import DEFAULT_PRIORITY, REFERENCE_PRIORITY, BaseBackend, Reason, Verdict, overrides
 from fla.backends.core.signature import EMPTY, Callee, Signature
+from fla.backends.core.tensors import ANY, NO_TENSOR
 from fla.backends.policy.policy import arrange, matches
 from fla.backends.policy.precedence import Boost, Conditional, Directive, ResolvedPolicy
+from fla.backends.policy.toggles import Gate
 from fla.utils.devices import Device
-
-# The platform of a call whose plan does not depend on one, and of a call without any tensor.
-ANY = 'any'
-NO_TENSOR = 'none'
 
 
 @dataclass(frozen=True)
@@ -43,36 +41,6 @@ class Test:
         if not self.reason:
             return self.values
         return f'({self.reason!r}, {self.values})' if self.values else repr(self.reason)
-
-
-@dataclass(frozen=True)
-class Gate:
-    """The toggle of a backend, tested in line.
-
-    Attributes:
-        variables: environment variables whose raw values decide.
-        on, off: the combinations of raw values known to mean so; any other one makes the function re-plan.
-        is_on: what the values meant when the plan was built (that group is tested first).
-        ask: instead of all that, an `is_enabled` whose variables nobody knows: asked on each call, never in compiled code.
-        problem: what is wrong with the backend's own code, which could not say whether it is on; it then counts as off.
-    """
-
-    variables: tuple[str, ...] = ()
-    on: tuple[tuple[Any, ...], ...] = ()
-    off: tuple[tuple[Any, ...], ...] = ()
-    is_on: bool = True
-    ask: Callable[[], bool] | None = None
-    problem: str | None = None
-
-    @property
-    def source(self) -> str:
-        """Who decides, for `explain`."""
-        return ', '.join(self.variables) or ('is_enabled()' if self.ask else 'default_enable')
-
-    @property
-    def says_off(self) -> str:
-        """The reason when it is off."""
-        return self.problem or f'switched off by {self.source}'
 
 
 @dataclass(frozen=True)
@@ -192,14 +160,6 @@ def unfit(case: Conditional, signature: Signature, members: Sequence[Member]) ->
 
 def _depends_on_device(backend: BaseBackend) -> bool:
     return bool(backend.devices) or backend.min_capability is not None or overrides(backend, 'probe')
-
-
-def overrides(backend: BaseBackend, method: str) -> bool:
-    """Whether the backend defines `method` itself."""
-    found = getattr(backend, method)
-    return getattr(found, '__func__', found) is not getattr(
-        getattr(BaseBackend, method), '__func__', getattr(BaseBackend, method)
-    )
 
 
 def _chain(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from fla.backends.core import logs
-from fla.backends.fallback.failure import ON_ERROR
+from fla.backends.policy.on_error import ON_ERROR
 from fla.backends.policy.policy import Policy, normalise
 from fla.backends.policy.precedence import Layer
 from fla.backends.policy.toggles import read_boolean, warn_retired
@@ -41,10 +41,11 @@ class Environment:
     Args:
         prefix: 'FLA' for FLA_PER_OP and so on.
         retired: old variable name → the one that replaced it. Old names keep working and say so.
+        others: variables of the prefix that the package reads itself.
     """
 
-    def __init__(self, prefix: str, retired: Mapping[str, str]) -> None:
-        self.prefix, self.retired = prefix, dict(retired)
+    def __init__(self, prefix: str, retired: Mapping[str, str], others: Collection[str] = ()) -> None:
+        self.prefix, self.retired, self.others = prefix, dict(retired), frozenset(others)
         self.tracing = False
 
     def name(self, short: str) -> str:
@@ -140,19 +141,20 @@ class Environment:
         except ValueError as error:
             logs.warn_once(('log level', text), '%s is left out: %s', self.name('LOG_LEVEL'), error)
 
-    def warn_unknown(self, toggles: set[str], sources: Callable[[], set[str]]) -> None:
-        """One warning for each variable of this prefix that nobody reads.
+    def warn_unknown(self, toggles: Callable[[], set[str]], load_all: Callable[[], None]) -> None:
+        """Warn once about each variable of this prefix that nothing reads.
 
         Args:
             toggles: variables of the backends loaded so far.
-            sources: names that occur in source files; asked only if something is unknown without them.
+            load_all: loads every operation; called only if a variable is unknown without that.
         """
-        known = {self.name(short) for short in VARIABLES} | set(self.retired) | toggles
-        unknown = sorted(n for n in os.environ if n.startswith(f'{self.prefix}_') and n not in known)
-        if not unknown:
-            return
-        known |= sources()
-        for name in unknown:
+        present = [name for name in os.environ if name.startswith(f'{self.prefix}_')]
+        known = {self.name(short) for short in VARIABLES} | {*self.retired, *self.others}
+        known |= toggles()
+        if not set(present) <= known:
+            load_all()
+            known |= toggles()
+        for name in sorted(present):
             if name not in known:
                 logs.once(
                     ('unknown variable', name),

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fla.backends.backend.base import KINDS, BaseBackend
-from fla.backends.fallback.breaker import BreakerSettings, as_settings
-from fla.backends.fallback.failure import ON_ERROR
 from fla.backends.policy.conditions import Condition
+from fla.backends.policy.on_error import ON_ERROR, BreakerSettings, as_settings
 from fla.utils.env import nearest
 
 ALIASES = {'triton': 'default'}

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fla.backends.core.errors import DispatchError
-from fla.backends.fallback.breaker import BreakerSettings
 from fla.backends.policy.conditions import Condition
+from fla.backends.policy.on_error import BreakerSettings
 from fla.backends.policy.policy import Policy, covers, most_specific
 
 

@@ -11,15 +11,15 @@ import builtins
 import logging
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fla.backends.backend.base import BaseBackend, as_boolean, enabled_by_default
+from fla.backends.backend.base import BaseBackend, as_boolean, enabled_by_default, overrides
 from fla.backends.backend.untraceable import codes_of
 from fla.backends.core import logs
 from fla.backends.core.errors import BackendBugError
 from fla.backends.core.signature import location
-from fla.backends.plan.plan import Gate, overrides
 from fla.utils.env import (
     BOOLEAN_CHOICES,
     FALSE_LITERALS,
@@ -35,6 +35,36 @@ from fla.utils.env import (
 _MOST_SPELLINGS = 64
 
 _VARIABLE = re.compile(r'[A-Z][A-Z0-9_]+')
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The toggle of a backend, tested in line.
+
+    Attributes:
+        variables: environment variables whose raw values decide.
+        on, off: the combinations of raw values known to mean so; any other one makes the function re-plan.
+        is_on: what the values meant when the plan was built (that group is tested first).
+        ask: instead of all that, an `is_enabled` whose variables nobody knows: asked on each call, never in compiled code.
+        problem: what is wrong with the backend's own code, which could not say whether it is on; it then counts as off.
+    """
+
+    variables: tuple[str, ...] = ()
+    on: tuple[tuple[Any, ...], ...] = ()
+    off: tuple[tuple[Any, ...], ...] = ()
+    is_on: bool = True
+    ask: Callable[[], bool] | None = None
+    problem: str | None = None
+
+    @property
+    def source(self) -> str:
+        """Who decides, for `explain`."""
+        return ', '.join(self.variables) or ('is_enabled()' if self.ask else 'default_enable')
+
+    @property
+    def says_off(self) -> str:
+        """The reason when it is off."""
+        return self.problem or f'switched off by {self.source}'
 
 
 class Toggles:

@@ -17,12 +17,12 @@ from fla.backends.observe.records import WANTS, Record, read
 from fla.backends.observe.trace import Trace
 from fla.backends.policy.policy import Policy
 from fla.backends.policy.precedence import State
+from fla.backends.policy_files.load import read_version
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
-from fla.backends.runtime.explain import explain_entry
 from fla.utils.devices import platform_of_type
 
 if TYPE_CHECKING:
-    from fla.backends.runtime.explain import CandidateReport, Decision
+    from fla.backends.plan.decision import CandidateReport, Decision
 
 Calls = Trace | str | os.PathLike[str] | Mapping[str, Any] | Iterable[Record | Mapping[str, Any]]
 
@@ -125,12 +125,12 @@ def _state(owner: Dispatcher, policy: Policy | str | os.PathLike[str] | None, na
     """The state in force, with another policy in the place of the file's."""
     if policy is None or isinstance(policy, Policy):
         if policy is not None:
-            owner.check_policy(policy)
-        return owner.state_with_file(policy, 'compared')
+            owner.policies.check_policy(policy)
+        return owner.policies.state_with_file(policy, 'compared')
     if not isinstance(policy, (str, os.PathLike)):
         raise TypeError(f'{name} must be a Policy, the path of a policy file, or None; got {policy!r:.80}')
-    made = owner.read_policy_version(policy)
-    return owner.state_with_file(made.policy, made.source)
+    made = read_version(policy, owner)
+    return owner.policies.state_with_file(made.policy, made.source)
 
 
 def _records(calls: Any) -> list[Record]:
@@ -164,7 +164,7 @@ def _records(calls: Any) -> list[Record]:
 def _decide(owner: Dispatcher, record: Record, state: State) -> Decision:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    entry = owner.entry(record.function)
+    entry = owner.catalogue.entry(record.function)
     elsewhere = {}
     platform = None
     for name, (_, _, device) in record.tensors.items():
@@ -172,4 +172,4 @@ def _decide(owner: Dispatcher, record: Record, state: State) -> Decision:
         if kind not in ('cpu', 'meta') and not owner.device_facts(platform_of_type(kind)):
             platform, elsewhere[name] = kind, 'cpu'
     with FakeTensorMode(), torch.set_grad_enabled(record.grad_mode):
-        return explain_entry(entry, (), record.arguments(elsewhere), platform, state)
+        return entry.decide((), record.arguments(elsewhere), platform, state)

@@ -7,18 +7,18 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fla.backends.core.errors import DispatchError
 from fla.backends.policy.conditions import ConditionError
 from fla.backends.policy.policy import Policy, Rule, normalise
+from fla.backends.policy.version import PolicyVersion
 from fla.backends.policy_files import names, text
+from fla.backends.policy_files.names import problems as unknown_names
 from fla.backends.policy_files.text import UNREAD, Errors, Reading
-from fla.backends.policy_files.versions import PolicyVersion, checked_path, read_regular
-
-if TYPE_CHECKING:
-    from fla.backends.registry.catalogue import Catalogue
-
+from fla.backends.policy_files.versions import checked_path, read_regular
+from fla.backends.registry.catalogue import Catalogue
+from fla.backends.runtime.dispatcher import Dispatcher, LiveFunction
 
 _MOST_SHOWN = 50
 # Thousands of rules. What is larger is most likely another file, which would be read for minutes.
@@ -58,12 +58,12 @@ class Draft:
     errors: Errors
     policy: Policy | None
 
-    def unknown(self, dispatcher: Catalogue) -> Errors:
+    def unknown(self, catalogue: Catalogue[LiveFunction]) -> Errors:
         """Its operations, functions, backends and parameters that nobody knows, also where its form is wrong elsewhere."""
         return {
             (reading.line(place), said)
             for reading in self.readings
-            for place, said in names.problems(dispatcher, reading.data)
+            for place, said in unknown_names(catalogue, reading.data)
         }
 
     def at(self, errors: Errors) -> list[str]:
@@ -99,6 +99,29 @@ def read(path: str | os.PathLike[str]) -> Draft:
     policies = [_policy(source, reading, errors) for reading in readings]
     policy = None if errors or not policies else policies[0]
     return Draft(source, hashlib.sha256(content).hexdigest(), time.time(), readings, errors, policy)
+
+
+def read_version(path: str | os.PathLike[str], dispatcher: Dispatcher) -> PolicyVersion:
+    """Read a policy file, once, and check it. Changes nothing.
+
+    Raises:
+        PolicyFileError: lists every error with its line.
+        OSError: if the file cannot be read.
+    """
+    draft = read(path)
+    return draft.version(draft.unknown(dispatcher.catalogue))
+
+
+def load_policy(path: str | os.PathLike[str], dispatcher: Dispatcher) -> PolicyVersion:
+    """Put a policy file in force as the file layer, in place of the former one. Errors change nothing.
+
+    Raises:
+        PolicyFileError: lists every error with its line.
+        OSError: if the file cannot be read.
+        FrozenError: while dispatch is frozen.
+    """
+    dispatcher.policies.refuse_if_frozen('load a policy file')
+    return dispatcher.policies.set_file(read_version(path, dispatcher))
 
 
 def _policy(source: str, reading: Reading, errors: Errors) -> Policy | None:

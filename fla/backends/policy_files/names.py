@@ -9,24 +9,22 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fla.backends.core import logs
 from fla.backends.core.errors import DispatchError, error_text
 from fla.backends.policy.conditions import Condition, ConditionError
 from fla.backends.policy.policy import covers, normalise
 from fla.backends.policy_files.text import Place
+from fla.backends.registry.catalogue import Catalogue
+from fla.backends.runtime.dispatcher import LiveFunction
 from fla.utils.env import nearest
-
-if TYPE_CHECKING:
-    from fla.backends.registry.catalogue import Catalogue
-    from fla.backends.runtime.entry import Entry
 
 Said = Iterator[tuple[Place, str]]
 Words = Sequence[tuple[Place, str]]
 
 
-def problems(dispatcher: Catalogue, data: Any) -> Said:
+def problems(dispatcher: Catalogue[LiveFunction], data: Any) -> Said:
     """Every name that nobody knows, with its place. Imports the operations that are named."""
     there = _There(dispatcher)
     for name in ('prefer', 'allow', 'deny'):
@@ -126,7 +124,7 @@ def _once(method: Callable[..., Any]) -> Any:
 class _There:
     """What a namespace has, for the names of one policy."""
 
-    def __init__(self, dispatcher: Catalogue) -> None:
+    def __init__(self, dispatcher: Catalogue[LiveFunction]) -> None:
         self.dispatcher = dispatcher
         self.answers: dict[tuple[Any, ...], Any] = {}
 
@@ -175,20 +173,22 @@ class _There:
         return tuple(dict.fromkeys(found)) or None
 
     @_once
-    def functions(self, glob: str) -> list[Entry]:
+    def functions(self, glob: str) -> list[LiveFunction]:
         """The functions a glob covers, of operations that are imported for the question."""
         for operation in self.covered(glob):
             try:
                 self.dispatcher.import_operation(operation)
             except Exception as error:
                 logs.warn_once(('policy', operation), '%s cannot be imported: %s', operation, error_text(error))
-        return [entry for entry in self.dispatcher.functions().values() if covers(glob, entry.operation, entry.name)]
+        return [
+            entry for entry in self.dispatcher.functions().values() if covers(glob, entry.spec.operation, entry.spec.name)
+        ]
 
     @_once
     def parameters(self, condition: Condition, globs: tuple[str, ...]) -> list[str]:
         """A rule over several functions is for those that have its parameters; where none has, what the closest lacks."""
         functions = [entry for glob in globs for entry in self.functions(glob)]
-        found = [[f'{entry.key}: {text}' for text in condition.problems(entry.signature)] for entry in functions]
+        found = [[f'{entry.spec.key}: {text}' for text in condition.problems(entry.spec.signature)] for entry in functions]
         return min(found, key=len, default=[])
 
     @_once

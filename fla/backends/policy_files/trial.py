@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from fla.backends.backend.base import format_reason
 from fla.backends.core.errors import DispatchError
+from fla.backends.plan.plan import Candidate
 from fla.backends.policy.precedence import State
-
-if TYPE_CHECKING:
-    from fla.backends.plan.plan import Candidate
-    from fla.backends.runtime.policy_stack import PolicyStack
+from fla.backends.runtime.dispatcher import Dispatcher
 
 
-def require_backends(dispatcher: PolicyStack, state: State, source: str) -> None:
+def require_backends(dispatcher: Dispatcher, state: State, source: str) -> None:
     """Plan every function that has been called as under `state`.
 
     Raises:
         DispatchError: for a function that has a backend now and would have none.
     """
-    now = dispatcher.state()
-    for entry in dispatcher.entries():
+    now = dispatcher.policies.state
+    for entry in dispatcher.catalogue.entries():
         if not entry.was_called:
             continue
         own = (entry.own,) if entry.own is not None else ()
@@ -29,7 +26,7 @@ def require_backends(dispatcher: PolicyStack, state: State, source: str) -> None
         for platform, chain in after.chains.items():
             if _may_run(before.chains.get(platform, ())) and not _may_run(chain):
                 reasons = '; '.join(f'{c.member.name}: {format_reason(c.out[1])}' for c in chain if c.out)
-                raise DispatchError(f'{source} leaves no backend for {entry.key} on {platform}: {reasons}')
+                raise DispatchError(f'{source} leaves no backend for {entry.spec.key} on {platform}: {reasons}')
 
 
 def _may_run(chain: Iterable[Candidate]) -> bool:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fla.backends.core import logs
 from fla.backends.core.errors import DispatchError, FrozenError, error_text
@@ -35,33 +35,19 @@ from fla.backends.policy_files.file_changes import (
     reported,
     state_of,
 )
+from fla.backends.policy_files.load import read_version
+from fla.backends.policy_files.trial import require_backends
 from fla.backends.policy_files.versions import checked_path
 from fla.backends.registry.discovery import in_forked_children
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
 
 if TYPE_CHECKING:
-    from fla.backends.policy_files.versions import PolicyVersion
+    from fla.backends.policy.version import PolicyVersion
 
 _POLL_SECONDS = 1.0
 
 Validator = Callable[['Policy'], object]
 Callback = Callable[['PolicyEvent'], object]
-
-
-class FileLayer(Protocol):
-    """What a watcher needs of a namespace."""
-
-    @property
-    def namespace(self) -> str: ...
-    @property
-    def frozen(self) -> Any: ...
-
-    def refuse_if_frozen(self, what: str) -> None: ...
-    def read_policy_version(self, path: str) -> PolicyVersion: ...
-    def try_policy(self, policy: Policy, source: str) -> None: ...
-    def swap_file_policy(self, made: PolicyVersion) -> tuple[PolicyVersion, bool]: ...
-    def policy_changed(self) -> None: ...
-    def policy_version(self) -> PolicyVersion | None: ...
 
 
 class WatchError(DispatchError):
@@ -123,7 +109,7 @@ def watch_policy(
         WatchError: if a file is watched for this namespace already: there is one file layer.
     """
     owner = owner_of(dispatcher)
-    owner.refuse_if_frozen('watch a policy file')
+    owner.policies.refuse_if_frozen('watch a policy file')
     return PolicyWatcher(path, debounce, poll, validators, on_reload, on_error, history, owner)
 
 
@@ -139,7 +125,7 @@ class PolicyWatcher:
         on_reload: Iterable[Callback] | Callback | None,
         on_error: Iterable[Callback] | Callback | None,
         history: int,
-        dispatcher: FileLayer,
+        dispatcher: Dispatcher,
     ) -> None:
         self.path = os.path.join(os.getcwd(), checked_path(path))
         self._debounce = _seconds('debounce', debounce)
@@ -202,7 +188,7 @@ class PolicyWatcher:
 
     def current_version(self) -> PolicyVersion | None:
         """The version of the file layer in force, whoever put it there; None if there is none."""
-        return self._dispatcher.policy_version()
+        return self._dispatcher.policies.now.file
 
     def history(self) -> tuple[PolicyVersion, ...]:
         """The versions that this watcher has put in force and not taken back, oldest first."""
@@ -273,13 +259,13 @@ class PolicyWatcher:
                 known = ', '.join(str(version.version) for version in self._history[:-1]) or 'none'
                 what = 'the version before' if to is None else f'version {to!r}'
                 raise WatchError(f'cannot roll back {self.path} to {what}: the earlier versions kept are {known}')
-            _, is_other = self._dispatcher.swap_file_policy(past[-1])
+            _, is_other = self._dispatcher.policies.swap_file(past[-1])
             self._taken_back = self._content
             self._history = past
             self._tickets += 1
             self._done = self._tickets  # what is being read at this moment was asked for before
         if is_other:
-            self._dispatcher.policy_changed()
+            self._dispatcher.policies.policy_changed()
         logs.logger.info('policy %s: back to version %d (%s)', self.path, past[-1].version, past[-1].sha256[:12])
         self._tell('rollback', past[-1], previous)
         return past[-1]
@@ -313,8 +299,8 @@ class PolicyWatcher:
         with self._turn:
             self._tickets += 1
             ticket = self._tickets
-        self._dispatcher.refuse_if_frozen(f'reload {self.path}')
-        made = self._dispatcher.read_policy_version(self.path)
+        self._dispatcher.policies.refuse_if_frozen(f'reload {self.path}')
+        made = read_version(self.path, self._dispatcher)
         for validator in self._validators:
             try:
                 answer = validator(made.policy)
@@ -324,7 +310,7 @@ class PolicyWatcher:
                 ) from error
             if answer is not None and answer is not True:
                 raise ValueError(f'validator {_name_of(validator)} refuses {self.path}: {answer!r}')
-        self._dispatcher.try_policy(made.policy, self.path)
+        require_backends(self._dispatcher, self._dispatcher.policies.state_with_file(made.policy, self.path), self.path)
         with self._turn:
             if ticket < self._done:
                 return None
@@ -332,19 +318,19 @@ class PolicyWatcher:
             if now is not None and self._history and now == self._history[-1] and now.sha256 == made.sha256:
                 made = now  # read again, and still the same
             else:
-                made, is_other = self._dispatcher.swap_file_policy(made)
+                made, is_other = self._dispatcher.policies.swap_file(made)
                 self._history = (*self._history, made)[-self._most :]
             self._done, self._seen, self._content = ticket, made.sha256, made.sha256
             self._in_error, self._taken_back, self._waits_for_thaw = None, '', False
         if is_other:
-            self._dispatcher.policy_changed()
+            self._dispatcher.policies.policy_changed()
         logs.logger.info('policy %s: version %d (%s) in force', self.path, made.version, made.sha256[:12])
         return made
 
     def _look(self) -> None:
         """Take what the file holds, if that is not what it held before."""
         state = state_of(self.path)
-        if state == self._seen and not (self._waits_for_thaw and self._dispatcher.frozen is None):
+        if state == self._seen and not (self._waits_for_thaw and self._dispatcher.policies.frozen is None):
             return
         previous = self.current_version()
         was_bad = self._in_error is not None
@@ -471,3 +457,6 @@ def _at_exit() -> None:
 
 in_forked_children(_in_child)
 atexit.register(_at_exit)
+
+
+Dispatcher.before_reset.append(stop_watching)

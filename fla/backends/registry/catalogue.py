@@ -1,67 +1,89 @@
-"""What there is in a namespace, by its name: operations, functions, backends."""
+"""Operations, functions and backends of a namespace by name."""
 
 from __future__ import annotations
 
 import importlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from fla.backends.backend.base import KINDS, BaseBackend
 from fla.backends.core import logs
 from fla.backends.core.errors import unknown_name
 from fla.backends.core.locking import lock
-
-if TYPE_CHECKING:
-    from fla.backends.registry.discovery import Discovery
-    from fla.backends.registry.registry import BackendRegistry
-    from fla.backends.runtime.entry import Entry
+from fla.backends.core.spec import FunctionSpec
+from fla.backends.registry.discovery import Discovery
+from fla.backends.registry.registry import Registries
 
 
-class Catalogue:
-    """The part of a `Dispatcher` that knows names, importing what is asked for."""
+class Dispatchable(Protocol):
+    """A dispatched function, as far as the catalogue knows it.
 
-    discovery: Discovery
-    baseline: bool
+    Attributes:
+        default: its default implementation as a backend.
+        wrapper: the function that users hold.
+    """
 
-    def __init__(self) -> None:
-        self.registries: dict[str, BackendRegistry] = {}
-        # the undecorated functions, by key, where nothing is dispatched
+    spec: FunctionSpec
+    default: BaseBackend
+    wrapper: Any
+
+
+F = TypeVar('F', bound=Dispatchable)
+
+
+class Catalogue(Generic[F]):
+    """Looks names up, and imports the operations that are asked for.
+
+    Args:
+        registries: the registries of the namespace.
+        discovery: loads operations.
+        baseline: nothing is dispatched; functions are the undecorated ones.
+    """
+
+    def __init__(self, registries: Registries, discovery: Discovery, *, baseline: bool) -> None:
+        self.registries, self.discovery, self.baseline = registries, discovery, baseline
+        # undecorated functions by key, in a baseline process
         self.plain: dict[str, Callable[..., Any]] = {}
-        self._functions: dict[str, Entry] = {}
-        self._entries: weakref.WeakSet[Entry] = weakref.WeakSet()
+        self._functions: dict[str, F] = {}
+        self._entries: weakref.WeakSet[F] = weakref.WeakSet()
 
-    def add(self, entry: Entry, *, public: bool) -> None:
-        """Have an entry point follow what changes, and know it by its name if it is public."""
+    def add(self, entry: F, *, public: bool) -> None:
+        """Add an entry point, under its name if it is public."""
         with lock:
             self._entries.add(entry)
         if public:
             self.register_function(entry)
 
-    def register_function(self, entry: Entry) -> None:
-        """Know a public function by its name."""
+    def register_function(self, entry: F) -> None:
+        """Make a public function known by its name."""
+        spec = entry.spec
         with lock:
-            known = self._functions.get(entry.key)
-            # a new dictionary: see BackendRegistry.__new__
-            self._functions = {**self._functions, entry.key: entry}
-        if known is not None and known.place.rpartition(':')[0] != entry.place.rpartition(':')[0]:
+            known = self._functions.get(spec.key)
+            # a new dictionary: an iteration over the old one goes on undisturbed
+            self._functions = {**self._functions, spec.key: entry}
+        if known is not None and known.spec.place.rpartition(':')[0] != spec.place.rpartition(':')[0]:
             logs.logger.warning(
-                'function %s is dispatched at %s and again at %s; by name, the newest is meant',
-                entry.key,
-                known.place,
-                entry.place,
+                'function %s is dispatched at %s and again at %s; its name now means the newest',
+                spec.key,
+                known.spec.place,
+                spec.place,
             )
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[F]:
         """Every entry point, bound ones included."""
         with lock:
             return list(self._entries)
 
-    def functions(self, operation: str | None = None) -> dict[str, Entry]:
-        """Public functions by 'operation.function'."""
-        return {k: e for k, e in self._functions.items() if operation is None or e.operation == operation}
+    def functions(self, operation: str | None = None) -> dict[str, F]:
+        """Public functions by 'operation.function', of one operation or of all."""
+        return {k: e for k, e in self._functions.items() if operation is None or e.spec.operation == operation}
 
-    def entry(self, name: str) -> Entry:
+    def known(self, name: str) -> F | None:
+        """The function called 'operation.function' if it is imported already."""
+        return self._functions.get(name)
+
+    def entry(self, name: str) -> F:
         """The function called 'operation.function', imported if need be.
 
         Raises:
@@ -73,7 +95,7 @@ class Catalogue:
             operation, _, function = name.rpartition('.')
             if not operation and self.discovery.exists(name):
                 self.import_operation(name)
-                known = [entry.name for entry in self.functions(name).values()]
+                known = [entry.spec.name for entry in self.functions(name).values()]
                 raise unknown_name('function', '', known, f' of operation {name!r}', f" Write '{name}.FUNCTION'.")
             if not operation or not self.discovery.exists(operation):
                 raise unknown_name('operation', operation or name, self.discovery.operations())
@@ -82,7 +104,7 @@ class Catalogue:
                 raise unknown_name(
                     'function',
                     function,
-                    [e.name for e in self.functions(operation).values()],
+                    [e.spec.name for e in self.functions(operation).values()],
                     f' of operation {operation!r}',
                 )
         return self._functions[name]
@@ -95,7 +117,8 @@ class Catalogue:
         """
         if self.baseline and name not in self.plain and self.discovery.exists(name.rpartition('.')[0]):
             self.import_operation(name.rpartition('.')[0])
-        return self.plain[name] if name in self.plain else self.entry(name).wrapper
+        found: Callable[..., Any] = self.plain[name] if name in self.plain else self.entry(name).wrapper
+        return found
 
     def import_operation(self, operation: str) -> None:
         """Import the package of an operation, where it has one."""
@@ -107,11 +130,9 @@ class Catalogue:
                 raise
 
     def backends(self) -> Iterator[BaseBackend]:
-        """Every backend there is, covered ones and the functions' defaults included."""
-        for registry in self.registries.values():
-            for entry in registry._entries:
-                if entry.backend is not None:
-                    yield entry.backend
+        """Every backend, covered ones and the functions' defaults included."""
+        for _, registry in self.registries.items():
+            yield from registry.all_backends()
         for function in self.entries():
             yield function.default
 

@@ -11,24 +11,20 @@ import importlib.metadata
 import importlib.util
 import os
 import pkgutil
-import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fla.backends.core import logs
 from fla.backends.core.errors import error_text, unknown_name
 from fla.backends.core.locking import lock
+from fla.backends.registry.importing import forget_unfinished_imports, import_whole
+from fla.backends.registry.registry import Registries
 from fla.utils.env import LIVE, live_key, text_of
 from fla.utils.owners import with_conflict
-
-if TYPE_CHECKING:
-    from fla.backends.registry.registry import BackendRegistry
-    from fla.backends.runtime.dispatcher import Dispatcher
 
 # A second thread waits this long for the plugins that a first one is loading, then goes on without them: waiting for ever
 # could deadlock with the import system.
@@ -52,23 +48,35 @@ class Plugin:
     error: str | None = None
 
 
-class Registries:
-    """What a plugin's `register(registries)` is given: `registries('kda')` or `registries['kda']` is a registry."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-
-    def __call__(self, operation: str) -> BackendRegistry:
-        return self._dispatcher.registry(operation)
-
-    __getitem__ = __call__
-
-
 class Discovery:
-    """What has been loaded for one dispatcher."""
+    """Loads the backends of one namespace.
 
-    def __init__(self, dispatcher: Dispatcher, modules: dict[str, str], group: str) -> None:
-        self.dispatcher, self.modules, self.group = dispatcher, modules, group
+    Args:
+        namespace: package of the operations.
+        registries: where backends register.
+        modules: operation → module that registers its backends, for those outside `<namespace>.<operation>.backends`.
+        group: entry-point group of plugins.
+        plugin_variable: environment variable that lists plugin modules.
+        is_strict: whether an error in an operation's package raises.
+        loaded: called under the lock when all backends of an operation are known.
+        declared_at: operation → place of its first `@dispatch`, '' where unknown.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        registries: Registries,
+        *,
+        modules: Mapping[str, str],
+        group: str,
+        plugin_variable: str,
+        is_strict: Callable[[str], bool],
+        loaded: Callable[[str], None],
+        declared_at: Callable[[str], str],
+    ) -> None:
+        self.namespace, self.registries, self.group = namespace, registries, group
+        self.modules = modules
+        self._variable, self._is_strict, self._on_loaded, self._place_of = plugin_variable, is_strict, loaded, declared_at
         self.errors: dict[str, str] = {}
         self.plugins: tuple[Plugin, ...] = ()
         self._loaded: set[str] = set()
@@ -80,7 +88,7 @@ class Discovery:
 
     def module_of(self, operation: str) -> str:
         """Name of the package that registers the backends of an operation."""
-        return self.modules.get(operation, f'{self.dispatcher.namespace}.{operation}.backends')
+        return self.modules.get(operation, f'{self.namespace}.{operation}.backends')
 
     def who_registers(self) -> str:
         """Who is registering on this thread: 'package', 'plugin' or 'user'."""
@@ -97,7 +105,7 @@ class Discovery:
         complete = self._load_plugins()
         complete = self._load_package(operation) and complete
         for name in (operation, '*'):
-            registry = self.dispatcher.registries.get(name)
+            registry = self.registries.get(name)
             if registry is not None:
                 with self._registering('package'):
                     complete = registry.import_paths() and complete
@@ -114,7 +122,7 @@ class Discovery:
         except ModuleNotFoundError as error:
             if error.name is None or not f'{module}.'.startswith(f'{error.name}.'):
                 self._remember(operation, module, error)
-            elif operation not in self.dispatcher.registries and not self.exists(operation):
+            elif operation not in self.registries and not self.exists(operation):
                 package = module.removesuffix('.backends')
                 advice = with_conflict(f' A new operation needs BackendRegistry({operation!r}), or a package {package}.')
                 raise unknown_name('operation', operation, self.operations(), self._declared_at(operation), advice) from None
@@ -122,12 +130,12 @@ class Discovery:
             self._remember(operation, module, error)
         with lock:
             self._loaded.add(operation)
-            self.dispatcher.operation_loaded(operation)
+            self._on_loaded(operation)
         return True
 
     def _declared_at(self, operation: str) -> str:
-        places = [e.place for e in self.dispatcher.entries() if e.operation == operation]
-        return f' (in @dispatch at {places[0]})' if places else ''
+        place = self._place_of(operation)
+        return f' (in @dispatch at {place})' if place else ''
 
     def _remember(self, operation: str, module: str, error: BaseException) -> None:
         text = error_text(error)
@@ -141,16 +149,16 @@ class Discovery:
             text,
             exc_info=True,
         )
-        if self.dispatcher.is_strict(operation):
+        if self._is_strict(operation):
             raise error
 
     def exists(self, operation: str) -> bool:
         """Whether there is such an operation: registered, mapped, or a package of the namespace. Imports no operation."""
-        if operation == '*' or operation in self.dispatcher.registries or operation in self.modules:
+        if operation == '*' or operation in self.registries or operation in self.modules:
             return True
         if '.' in operation and operation in self.operations():
             return True
-        parent, _, leaf = f'{self.dispatcher.namespace}.{operation}'.rpartition('.')
+        parent, _, leaf = f'{self.namespace}.{operation}'.rpartition('.')
         if not leaf.isidentifier() or ('.' in operation and not self.exists(operation.rpartition('.')[0])):
             return False
         try:
@@ -162,11 +170,11 @@ class Discovery:
 
     def operations(self) -> list[str]:
         """Every operation there is, loaded or not."""
-        return sorted({*self.modules, *self.dispatcher.registries, *self._packages()} - {'*'})
+        return sorted({*self.modules, *self.registries, *self._packages()} - {'*'})
 
     def _packages(self) -> Iterator[str]:
         try:
-            spec = importlib.util.find_spec(self.dispatcher.namespace)
+            spec = importlib.util.find_spec(self.namespace)
         except (ImportError, ValueError):
             spec = None
         for path in (spec and spec.submodule_search_locations) or ():
@@ -180,6 +188,11 @@ class Discovery:
             self.load(operation)
 
     # -- plugins ------------------------------------------------------------------------------------------------------
+
+    def load_plugins(self) -> tuple[Plugin, ...]:
+        """Every plugin that was found, loaded if that has not happened yet."""
+        self._load_plugins()
+        return self.plugins
 
     def _load_plugins(self) -> bool:
         if self._plugins_done.is_set():
@@ -207,12 +220,11 @@ class Discovery:
             yield Plugin(point.name, 'entry point', version, error)
 
     def _plugin_modules(self) -> Iterator[Plugin]:
-        variable = f'{self.dispatcher.env_prefix}_PLUGIN_MODULES'
-        for name in (text_of(LIVE.get(live_key(variable))) or '').split(','):
+        for name in (text_of(LIVE.get(live_key(self._variable))) or '').split(','):
             if name := name.strip():
-                error = self._call_plugin(name, variable, lambda name=name: importlib.import_module(name))
+                error = self._call_plugin(name, self._variable, lambda name=name: importlib.import_module(name))
                 version = getattr(sys.modules.get(name), '__version__', None)
-                yield Plugin(name, variable, version, error)
+                yield Plugin(name, self._variable, version, error)
 
     def _call_plugin(self, name: str, source: str, load: Any) -> str | None:
         try:
@@ -220,7 +232,7 @@ class Discovery:
             register = found if not hasattr(found, 'register') else found.register
             if not callable(register):
                 raise AttributeError(f'{found!r} has no function register(registries)')
-            register(Registries(self.dispatcher))
+            register(self.registries)
         except Exception as error:
             logs.logger.warning(
                 'plugin %s (%s) failed, what it registered before that is used: %s', name, source, error, exc_info=True
@@ -251,20 +263,6 @@ class Discovery:
             self.plugins = ()
             self._plugins_done.clear()
 
-    def variables_in_sources(self) -> set[str]:
-        """Names of the form PREFIX_… in the source files of the namespace's top-level package, so that a toggle of an
-        operation not loaded yet is no unknown variable."""
-        pattern = re.compile(rf'\b{self.dispatcher.env_prefix}_[A-Z0-9_]+\b')
-        top = self.dispatcher.namespace.split('.')[0]
-        names: set[str] = set()
-        for root in getattr(sys.modules.get(top), '__path__', ()):
-            for file in Path(root).rglob('*.py'):
-                try:
-                    names.update(pattern.findall(file.read_text(encoding='utf-8')))
-                except (OSError, UnicodeDecodeError):
-                    continue
-        return names
-
     def after_fork_in_child(self) -> None:
         """Other threads do not exist in the child. What they were loading is half done and their import locks would never
         be released: forget both, so that the child's next call loads it itself."""
@@ -277,7 +275,7 @@ class Discovery:
         if self._plugins_loader is not None and self._plugins_loader != threading.get_ident():
             self._plugins_loader = None
         if others:
-            _forget_unfinished_imports()
+            forget_unfinished_imports()
 
 
 def _operations_in(folder: Path, prefix: str = '') -> Iterator[str]:
@@ -289,18 +287,6 @@ def _operations_in(folder: Path, prefix: str = '') -> Iterator[str]:
         if not prefix or (inside / 'backends').is_dir():
             yield f'{prefix}{info.name}'
         yield from _operations_in(inside, f'{prefix}{info.name}.')
-
-
-def import_whole(name: str) -> ModuleType | None:
-    """Import a module; None while it is still being executed: further up in this thread, or by another thread that in turn
-    waits for what this one is importing (Python detects that and lets one of the two go on)."""
-    try:
-        module = importlib.import_module(name)
-    except RuntimeError as error:
-        if type(error).__name__ == '_DeadlockError':
-            return None
-        raise
-    return None if getattr(module.__spec__, '_initializing', False) else module
 
 
 def _version_of(point: importlib.metadata.EntryPoint) -> str | None:
@@ -325,22 +311,6 @@ class _Registering:
         stack.pop()
         if not stack:
             del self._loading[threading.get_ident()]
-
-
-def _forget_unfinished_imports() -> None:
-    """Drop modules whose import a thread that does not exist any more had begun, and their locks.
-
-    The import system has no public way to say this; without it, importing such a module in the child waits for ever.
-    """
-    locks = getattr(importlib._bootstrap, '_module_locks', {})
-    for name, reference in dict(locks).items():
-        holder = reference()
-        if holder is None or getattr(holder, 'owner', None) in (None, threading.get_ident()):
-            continue
-        locks.pop(name, None)
-        # one that is still being looked for has a lock and no module yet
-        if getattr(getattr(sys.modules.get(name), '__spec__', None), '_initializing', False):
-            del sys.modules[name]
 
 
 def in_forked_children(clean_up: Callable[[], None]) -> None:

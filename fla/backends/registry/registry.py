@@ -1,7 +1,7 @@
-"""Who is registered.
+"""The backends that are registered for an operation.
 
-A registry holds the backends of one operation. Nothing is ever lost: a registration that covers another one of the same
-name is taken back by its handle, and what it covered serves again.
+Nothing is lost: a registration that covers another one of the same name is removed by its handle, and the covered one serves
+again.
 """
 
 from __future__ import annotations
@@ -9,23 +9,20 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, ItemsView, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fla.backends.backend.base import BaseBackend
 from fla.backends.backend.declaration import check_declaration
 from fla.backends.core import logs
 from fla.backends.core.errors import error_text, unknown_name
 from fla.backends.core.locking import lock
-from fla.backends.registry.discovery import import_whole
-
-if TYPE_CHECKING:
-    from fla.backends.runtime.dispatcher import Dispatcher
+from fla.backends.registry.importing import import_whole
 
 _serials = itertools.count()
 
-Listener = Callable[[str, 'BackendRegistry', 'Registration'], None]
+Listener = Callable[[str, 'Registry', 'Registration'], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +54,37 @@ class Registration:
         return self.backend.backend_type if self.backend is not None else self.promised or str(self.path)
 
 
-class Handle:
-    """What `register()` returns: takes the registration back."""
+class Owner(Protocol):
+    """What a registry asks of the namespace that owns it."""
 
-    def __init__(self, registry: BackendRegistry, serial: int) -> None:
+    listeners: tuple[Listener, ...]
+
+    def refuse_if_frozen(self, what: str) -> None:
+        """Raises FrozenError while dispatch is frozen."""
+
+    def is_strict(self, operation: str) -> bool:
+        """Whether bugs in backends of an operation raise."""
+
+    def module_of(self, operation: str) -> str:
+        """The package that registers the operation's own backends."""
+
+    def who_registers(self) -> str:
+        """Who registers on this thread: 'package', 'plugin' or 'user'."""
+
+    def check_registration(self, registry: Registry, backend: BaseBackend) -> None:
+        """Compares a backend's methods with the public functions; raises RegistrationError under strict."""
+
+    def registry_changed(self, registry: Registry) -> None:
+        """Called under the lock after a change."""
+
+    def registry_has_changed(self, registry: Registry) -> None:
+        """Called outside the lock, after a change by a caller."""
+
+
+class Handle:
+    """Returned by `register()`; removes the registration."""
+
+    def __init__(self, registry: Registry, serial: int) -> None:
         self._registry, self._serial = registry, serial
 
     def remove(self) -> None:
@@ -68,36 +92,11 @@ class Handle:
         self._registry._remove(self._serial)
 
 
-class BackendRegistry:
-    """The backends of one operation. `BackendRegistry('kda')` is the same object each time.
-
-    Args:
-        operation: such as 'kda', or '*' for backends that serve every operation of the namespace.
-        dispatcher: the namespace; default: fla's own.
-    """
+class Registry:
+    """The backends of one operation, or of every operation of a namespace ('*')."""
 
     operation: str
-    dispatcher: Dispatcher
-
-    def __new__(cls, operation: str, dispatcher: Dispatcher | None = None) -> BackendRegistry:
-        from fla.backends.runtime.dispatcher import Dispatcher, owner_of
-
-        named = isinstance(operation, str) and all(part.isidentifier() for part in operation.split('.'))
-        if not named and operation != '*':
-            raise TypeError(f"operation must be a name such as 'kda', or '*', got {operation!r}")
-        if dispatcher is not None and not isinstance(dispatcher, Dispatcher):
-            raise TypeError(f'dispatcher must be a Dispatcher, got {dispatcher!r}')
-        owner = owner_of(dispatcher)
-        with lock:
-            known = owner.registries.get(operation)
-            if known is None:
-                known = super().__new__(cls)
-                known.operation, known.dispatcher = operation, owner
-                known._entries, known._own, known._listeners = (), (), ()
-                # a new dictionary: whoever iterates over the old one is not disturbed
-                owner.registries = {**owner.registries, operation: known}
-        return known
-
+    owner: Owner
     _entries: tuple[Registration, ...]
     _own: tuple[Registration, ...]
     _listeners: tuple[Listener, ...]
@@ -114,6 +113,10 @@ class BackendRegistry:
 
     def __iter__(self) -> Iterator[BaseBackend]:
         return iter([entry.backend for entry in self.registrations() if entry.backend is not None])
+
+    def all_backends(self) -> Iterator[BaseBackend]:
+        """Every registered backend, covered ones included."""
+        return iter([entry.backend for entry in self._entries if entry.backend is not None])
 
     def __len__(self) -> int:
         return len(self.registrations())
@@ -141,7 +144,7 @@ class BackendRegistry:
                 public function.
             FrozenError: while dispatch is frozen.
         """
-        self.dispatcher.refuse_if_frozen('register a backend')
+        self.owner.refuse_if_frozen('register a backend')
         if isinstance(backend, type) and issubclass(backend, BaseBackend):
             raise TypeError(f'register() takes an instance: register({backend.__name__}())')
         path = None
@@ -157,7 +160,7 @@ class BackendRegistry:
         origin = f'{frame.f_code.co_filename}:{frame.f_lineno}'
         if instance is not None:
             check_declaration(instance)
-            self.dispatcher.check_registration(self, instance, origin)
+            self.owner.check_registration(self, instance)
         serial = next(_serials)
         who = self._who(frame.f_globals.get('__name__', ''))
         entry = Registration(instance, path, origin, serial, serial, by=who, promised=name)
@@ -168,8 +171,8 @@ class BackendRegistry:
         return Handle(self, entry.serial)
 
     def _who(self, module: str) -> str:
-        own = self.dispatcher.discovery.module_of(self.operation)
-        return 'package' if f'{module}.'.startswith(f'{own}.') else self.dispatcher.who_registers()
+        own = self.owner.module_of(self.operation)
+        return 'package' if f'{module}.'.startswith(f'{own}.') else self.owner.who_registers()
 
     def _add(self, entry: Registration) -> tuple[Registration, Registration | None]:
         """Called under the lock; also returns another one of this name that stands elsewhere, newer or older: a path that
@@ -184,7 +187,7 @@ class BackendRegistry:
         self._entries = (*kept, entry)
         if entry.by == 'package':
             self._own = (*(old for old in self._own if old.name not in (entry.name, entry.path)), entry)
-        self.dispatcher.registry_changed(self)
+        self.owner.registry_changed(self)
         return entry, other
 
     def _warn_of(self, other: Registration | None, entry: Registration) -> None:
@@ -200,13 +203,13 @@ class BackendRegistry:
         )
 
     def _remove(self, serial: int) -> None:
-        self.dispatcher.refuse_if_frozen('remove a backend')
+        self.owner.refuse_if_frozen('remove a backend')
         with lock:
             gone = next((entry for entry in self._entries if entry.serial == serial), None)
             if gone is None:
                 return
             self._entries = tuple(entry for entry in self._entries if entry is not gone)
-            self.dispatcher.registry_changed(self)
+            self.owner.registry_changed(self)
         self._tell('removed', gone)
 
     def unregister(self, name: str) -> None:
@@ -240,9 +243,8 @@ class BackendRegistry:
         self.retry_paths()
 
     def _tell(self, event: str, entry: Registration) -> None:
-        operation = None if self.operation == '*' else self.operation
-        self.dispatcher.breakers.clear('the backends changed', operation)
-        for listener in (*self._listeners, *self.dispatcher.listeners):
+        self.owner.registry_has_changed(self)
+        for listener in (*self._listeners, *self.owner.listeners):
             try:
                 listener(event, self, entry)
             except (Exception, SystemExit):  # a listener's error is not that of whoever registers
@@ -282,12 +284,12 @@ class BackendRegistry:
                 raise ValueError(
                     f'it was registered as {entry.promised!r}, but its backend_type is {backend.backend_type!r}'
                 )
-            self.dispatcher.check_registration(self, backend, entry.origin)
+            self.owner.check_registration(self, backend)
             loaded = replace(entry, backend=backend)
         except Exception as error:
             # an optional package that is missing is ordinary; anything else is a bug
             optional = isinstance(error, ModuleNotFoundError) and (error.name or '').split('.')[0] != module.split('.')[0]
-            if not optional and self.dispatcher.is_strict(self.operation):
+            if not optional and self.owner.is_strict(self.operation):
                 raise
             loaded = replace(entry, error=f'{type(error).__name__}: {error}' if optional else error_text(error))
             if self._replace(entry, loaded):
@@ -312,6 +314,56 @@ class BackendRegistry:
             loaded, other = self._add(loaded)
         self._warn_of(other, loaded)
         return True
+
+
+class Registries:
+    """The registries of a namespace, by operation. `registries('kda')` and `registries['kda']` make one that does not exist;
+    this is what a plugin's `register(registries)` gets."""
+
+    def __init__(self, owner: Owner, kind: type[Registry]) -> None:
+        self._owner, self._kind = owner, kind
+        self._known: dict[str, Registry] = {}
+
+    def __call__(self, operation: str) -> Registry:
+        """The registry of an operation, such as 'kda', or '*' for backends that serve every operation.
+
+        Raises:
+            TypeError: if `operation` is not a name.
+        """
+        named = isinstance(operation, str) and all(part.isidentifier() for part in operation.split('.'))
+        if not named and operation != '*':
+            raise TypeError(f"operation must be a name such as 'kda', or '*', got {operation!r}")
+        with lock:
+            known = self._known.get(operation)
+            if known is None:
+                known = object.__new__(self._kind)
+                known.operation, known.owner = operation, self._owner
+                known._entries, known._own, known._listeners = (), (), ()
+                # a new dictionary: an iteration over the old one goes on undisturbed
+                self._known = {**self._known, operation: known}
+        return known
+
+    __getitem__ = __call__
+
+    def get(self, operation: str) -> Registry | None:
+        """The registry of an operation, None if it has none."""
+        return self._known.get(operation)
+
+    def __contains__(self, operation: object) -> bool:
+        return operation in self._known
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def items(self) -> ItemsView[str, Registry]:
+        """(operation, registry) pairs, as they are now."""
+        return self._known.items()
+
+    def registrations(self, operation: str) -> Iterator[tuple[int, Registration]]:
+        """(rank, registration) of what serves an operation: its own first, then those for every operation."""
+        for rank, name in enumerate((operation, '*')):
+            registry = self._known.get(name)
+            yield from ((rank, one) for one in (registry.registrations() if registry is not None else ()))
 
 
 def _same_source(one: Registration, other: Registration) -> bool:

@@ -20,20 +20,20 @@ class _AsBefore:
     """Puts back the policy and the toggles of the moment it was made."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self.dispatcher, self.state, self.env = dispatcher, dispatcher.state(), dict(LIVE)
+        self.dispatcher, self.state, self.env = dispatcher, dispatcher.policies.state, dict(LIVE)
         self.tokens: list[int] = []
 
     def __enter__(self) -> None:
         dispatcher = self.dispatcher
-        names = {name for backend in dispatcher.backends() for name in dispatcher.toggles.variables(backend)}
+        names = {name for backend in dispatcher.catalogue.backends() for name in dispatcher.toggles.variables(backend)}
         values = tuple(sorted((name, text_of(self.env.get(live_key(name)))) for name in names))
         pinned = State(self.state.layers, env=self.state.env if self.state.env is not None else values)
         # on whatever thread the backward pass runs: no reason to warn of a scope that another thread holds
         self.tokens.append(new_token())
-        dispatcher.push_scope(self.tokens[-1], Layer(Policy(), 'checkpoint_contexts()'), pinned)
+        dispatcher.policies.push_scope(self.tokens[-1], Layer(Policy(), 'checkpoint_contexts()'), pinned)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.dispatcher.pop_scope(self.tokens.pop())
+        self.dispatcher.policies.pop_scope(self.tokens.pop())
 
 
 def checkpoint_contexts(

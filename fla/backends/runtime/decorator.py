@@ -7,19 +7,18 @@ import keyword
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from fla.backends.backend.base import DEFAULT_IMPLEMENTATION_PRIORITY, BackendMeta, BaseBackend
 from fla.backends.backend.declaration import check_facts
-from fla.backends.core.signature import Signature
+from fla.backends.core.signature import Signature, location
+from fla.backends.core.spec import FunctionSpec
+from fla.backends.plan.decision import Decision
 from fla.backends.policy.policy import Policy
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
 from fla.backends.runtime.entry import Entry
 from fla.backends.runtime.function import attach
-
-if TYPE_CHECKING:
-    from fla.backends.observe.describe import BackendsView
-    from fla.backends.runtime.explain import Decision
+from fla.backends.runtime.view import BackendsView
 
 P = ParamSpec('P')
 R = TypeVar('R', covariant=True)
@@ -98,17 +97,17 @@ def dispatch(
         if unknown:
             raise ValueError(f'mutates names {unknown}; {name} has {", ".join(signature.names)}')
         facts, verifier = _split(default_verifier)
-        default = _default_backend(facts)
-        entry = Entry(owner, operation, name, function, signature, default, verifier, check, tuple(mutates))
+        spec = FunctionSpec(operation, name, signature, function, check, verifier, tuple(mutates), location(function))
+        entry = Entry(owner, spec, _default_backend(facts))
         if owner.baseline:
             # Nothing is dispatched; what users ask of a dispatched function is still there to ask.
             attach(function, entry)
             function.bind = _baseline_bind(owner, function)  # type: ignore[attr-defined]
             function.resolve = lambda *_, **__: function  # type: ignore[attr-defined]
-            owner.plain[entry.key] = function
-            owner.register_function(entry)
+            owner.catalogue.plain[spec.key] = function
+            owner.catalogue.register_function(entry)
             return cast('Dispatched[P, R]', function)
-        owner.add(entry, public=True)
+        owner.catalogue.add(entry, public=True)
         return cast('Dispatched[P, R]', entry.wrapper)
 
     return decorate
@@ -118,7 +117,7 @@ def _baseline_bind(owner: Dispatcher, function: Callable[P, R]) -> Callable[...,
     """Model code that binds is the same code there, and runs the undecorated function."""
 
     def bind(*_: Any, **__: Any) -> Callable[P, R]:
-        owner.warn_in_baseline('bind()')
+        owner.policies.warn_in_baseline('bind()')
         return function
 
     return bind

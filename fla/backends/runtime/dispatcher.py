@@ -2,33 +2,39 @@
 
 `fla` has one; a package outside fla makes its own: `Dispatcher(namespace='mylib.ops', env_prefix='MYLIB')`.
 
-What a call runs is the code its entry point holds; this object only decides when that code is replaced. Every change
-(a registration, an attribute of a backend, a policy) is *pushed*: the entry points concerned get the code that is kept for
-the new state, or go cold and plan again on their next call.
+A call runs the code of its entry point; this object only decides when that code is replaced. A change (a registration, an
+attribute of a backend, a policy) makes a new `Situation`; the entry points concerned then get the code that is kept for it,
+or go cold and plan again on their next call.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from types import FunctionType
+from typing import Any, ClassVar, Protocol
 
 from fla.backends.backend.availability import Availability
 from fla.backends.backend.base import BaseBackend, changes_of_other_threads, on_change
 from fla.backends.core import logs
 from fla.backends.core.errors import RegistrationError, unknown_name
 from fla.backends.core.locking import lock
-from fla.backends.core.signature import Signature, location
+from fla.backends.core.signature import location
+from fla.backends.core.spec import FunctionSpec
 from fla.backends.fallback.breaker import Breaker, BreakerListener, Breakers, Health
-from fla.backends.plan.plan import Gate
+from fla.backends.plan.decision import Decision
+from fla.backends.plan.plan import Facts, Member, Plan
 from fla.backends.policy.environment import Environment
 from fla.backends.policy.policy import normalise
-from fla.backends.policy.precedence import ResolvedPolicy
-from fla.backends.policy.toggles import Toggles
+from fla.backends.policy.precedence import Layer, ResolvedPolicy, State
+from fla.backends.policy.toggles import Gate, Toggles
+from fla.backends.registry.catalogue import Catalogue
 from fla.backends.registry.discovery import Discovery, Plugin, in_forked_children
-from fla.backends.registry.registry import BackendRegistry, Listener
-from fla.backends.runtime.policy_stack import PolicyStack
+from fla.backends.registry.registry import Listener, Registries, Registry
+from fla.backends.runtime.policy_stack import PolicyReader, PolicyStack
+from fla.backends.runtime.recorders import Recorder
+from fla.backends.runtime.situation import Control, Situation
 from fla.utils import devices
 
 # Operations whose backends live elsewhere than in `fla.ops.<operation>.backends`.
@@ -37,7 +43,66 @@ _OPERATION_BACKEND_MODULES = {'modules': 'fla.modules.backends'}
 _dispatchers: list[Dispatcher] = []
 
 
-class Dispatcher(PolicyStack):
+class LiveFunction(Protocol):
+    """The entry point of a dispatched function, as the rooms beside and above it see it.
+
+    Attributes:
+        default: the decorated function as a backend.
+        own: the policy of a bound function, above every other.
+        platforms: platforms of the calls so far.
+        was_called: it has been planned for a call.
+        wrapper: the function that users hold.
+    """
+
+    dispatcher: Dispatcher
+    spec: FunctionSpec
+    default: BaseBackend
+    own: Layer | None
+    platforms: tuple[str, ...]
+    was_called: bool
+    wrapper: FunctionType
+
+    @property
+    def globals(self) -> dict[str, Any]:
+        """Globals of its generated code."""
+
+    def state(self) -> State:
+        """The state that this function is planned for."""
+
+    def policy(self, state: State) -> ResolvedPolicy:
+        """The policy in force for this function under a state."""
+
+    def members(self) -> tuple[Member, ...]:
+        """Every backend with a method of this name, and the default, by priority."""
+
+    def facts(self, policy: ResolvedPolicy) -> Facts:
+        """What planning asks of the machine."""
+
+    def plan(self, state: State) -> Plan:
+        """Who is asked, and in which order, under a state."""
+
+    def decide(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], platform: Any = None, state: State | None = None
+    ) -> Decision:
+        """What a call would run and why."""
+
+    def direct(self, member: Member) -> Callable[..., Any]:
+        """A member's implementation with the public signature."""
+
+    def bind(self, backend: str | None = None, **fields: Any) -> Callable[..., Any]:
+        """A function of the same signature with a policy of its own."""
+
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
+        """What this call would run and why."""
+
+    def resolve(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """The callable that this call would run."""
+
+    def adopt(self, now: Situation) -> None:
+        """Take the code that is kept for a situation, or go cold."""
+
+
+class Dispatcher:
     """A namespace of dispatched operations.
 
     Args:
@@ -46,7 +111,18 @@ class Dispatcher(PolicyStack):
         modules: operation → module that registers its backends, for those that live elsewhere.
         entry_points: group of its plugins. Default: `<top-level package>.backends`.
         retired_env: old name → new name of environment variables.
+        variables: other variables of this prefix that the package reads, so that no warning calls them unknown.
+
+    Attributes:
+        catalogue: its operations, functions and backends by name.
+        policies: its layers of policy.
+        control: the situation in force.
     """
+
+    # handed in by higher rooms
+    policy_reader: ClassVar[Callable[[], PolicyReader]]
+    environment_recorder: ClassVar[Callable[[Dispatcher], Recorder]]
+    before_reset: ClassVar[list[Callable[[Dispatcher], None]]] = []
 
     def __init__(
         self,
@@ -56,22 +132,42 @@ class Dispatcher(PolicyStack):
         modules: Mapping[str, str] | None = None,
         entry_points: str | None = None,
         retired_env: Mapping[str, str] | None = None,
+        variables: Collection[str] = (),
     ) -> None:
         if not all(part.isidentifier() for part in namespace.split('.')):
             raise ValueError(f'namespace must be a dotted package name, got {namespace!r}')
         if not env_prefix.isidentifier() or env_prefix != env_prefix.upper():
             raise ValueError(f"env_prefix must be an upper-case name such as 'MYLIB', got {env_prefix!r}")
-        super().__init__()
         self.namespace, self.env_prefix = namespace, env_prefix
         self.listeners: tuple[Listener, ...] = ()
         self.availability = Availability()
         self.toggles = Toggles(retired_env)
-        self.environment = Environment(env_prefix, retired_env or {})
-        self.discovery = Discovery(self, dict(modules or {}), entry_points or f'{namespace.split(".")[0]}.backends')
+        self.environment = Environment(env_prefix, retired_env or {}, variables)
+        self.registries = Registries(self, BackendRegistry)
+        self.discovery = Discovery(
+            namespace,
+            self.registries,
+            modules=modules if modules is not None else {},
+            group=entry_points or f'{namespace.split(".")[0]}.backends',
+            plugin_variable=self.environment.name('PLUGIN_MODULES'),
+            is_strict=lambda operation: self.policies.is_strict(operation),
+            loaded=self._backends_changed,
+            declared_at=self._declared_at,
+        )
         self.baseline = bool(self.environment.boolean('DISABLE_BACKEND_DISPATCH'))
+        self.catalogue: Catalogue[LiveFunction] = Catalogue(self.registries, self.discovery, baseline=self.baseline)
+        self.control = Control(self.catalogue.entries)
         self.breakers = Breakers()
-        # operation ('*' for all) → how often what serves it has changed
-        self._generations: dict[str, int] = {}
+        self.policies = PolicyStack(
+            self.control,
+            self.environment,
+            self.toggles,
+            self.catalogue,
+            reader=lambda: type(self).policy_reader(),
+            recorder=lambda: type(self).environment_recorder(self),
+            changed=self.breakers.clear,
+        )
+        self.scopes_in_trace = ScopesInTrace()
         self.device_facts: Callable[[str], Sequence[devices.Device]] = devices.devices_of
         self.breakers.asked = self._breakers_asked
         in_forked_children(self._after_fork_in_child)
@@ -80,39 +176,64 @@ class Dispatcher(PolicyStack):
     def __repr__(self) -> str:
         return f'<Dispatcher {self.namespace}>'
 
-    # -- registries ---------------------------------------------------------------------------------------------------
+    def _declared_at(self, operation: str) -> str:
+        return next((e.spec.place for e in self.catalogue.entries() if e.spec.operation == operation), '')
+
+    # -- what its registries ask ------------------------------------------------------------------------------------------
 
     def registry(self, operation: str) -> BackendRegistry:
         """The registry of an operation, made if it does not exist."""
         return BackendRegistry(operation, self)
 
+    def refuse_if_frozen(self, what: str) -> None:
+        """Raises FrozenError while dispatch is frozen, except for what a lazy load does."""
+        self.policies.refuse_if_frozen(what)
+
+    def is_strict(self, operation: str) -> bool:
+        """Whether bugs in backends of an operation raise."""
+        return self.policies.is_strict(operation)
+
+    def module_of(self, operation: str) -> str:
+        """The package that registers the operation's own backends."""
+        return self.discovery.module_of(operation)
+
     def who_registers(self) -> str:
+        """Who registers on this thread: 'package', 'plugin' or 'user'."""
         return self.discovery.who_registers()
 
-    def check_registration(self, registry: BackendRegistry, backend: BaseBackend, origin: str) -> None:
+    def check_registration(self, registry: Registry, backend: BaseBackend) -> None:
         """Compare a backend's methods with the public functions known so far; later functions compare themselves.
 
         Raises:
             RegistrationError: under strict mode.
         """
         operation = None if registry.operation == '*' else registry.operation
-        for entry in self.functions(operation).values():
-            self.check_methods(entry.operation, entry.signature, entry.name, entry.place, backend)
+        for entry in self.catalogue.functions(operation).values():
+            self.check_methods(entry.spec, backend)
 
-    def check_methods(self, operation: str, signature: Signature, function: str, place: str, backend: BaseBackend) -> None:
-        """Warn of what in a backend's methods for one function disagrees with the public function, or raise if strict."""
-        for name in (function, f'{function}_verifier', f'{function}_prefers'):
+    def check_methods(self, spec: FunctionSpec, backend: BaseBackend) -> None:
+        """Warn where a backend's methods for one function disagree with the public function, or raise if strict."""
+        for name in (spec.name, f'{spec.name}_verifier', f'{spec.name}_prefers'):
             method = getattr(backend, name, None)
             if not callable(method):
                 continue
-            for problem in signature.drift(method):
-                text = f'{type(backend).__qualname__}.{name} ({location(method)}) and {function} ({place}): {problem}'
-                if self.is_strict(operation):
+            for problem in spec.signature.drift(method):
+                text = f'{type(backend).__qualname__}.{name} ({location(method)}) and {spec.name} ({spec.place}): {problem}'
+                if self.is_strict(spec.operation):
                     raise RegistrationError(text)
                 logs.warn_once(('drift', text), '%s', text)
 
+    def registry_changed(self, registry: Registry) -> None:
+        """Called under the lock."""
+        self._backends_changed(registry.operation)
+
+    def registry_has_changed(self, registry: Registry) -> None:
+        """Called outside the lock."""
+        self.breakers.clear('the backends changed', None if registry.operation == '*' else registry.operation)
+
     def add_listener(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener(event, registry, registration)` after every change of any registry; returns what ends it."""
+        """Call `listener(event, registry, registration)` after every change of any registry; returns a function that
+        ends it."""
         with lock:
             self.listeners = (*self.listeners, listener)
 
@@ -122,32 +243,30 @@ class Dispatcher(PolicyStack):
 
         return end
 
-    def registry_changed(self, registry: BackendRegistry) -> None:
-        """Called under the lock."""
-        self._advance(registry.operation)
-
-    def operation_loaded(self, operation: str) -> None:
-        """Called under the lock when all backends of an operation are known."""
-        self._generations[operation] = self._generations.get(operation, 0) + 1
+    # -- changes of backends ----------------------------------------------------------------------------------------------
 
     def generation(self, operation: str) -> int:
-        """Changes whenever what serves an operation does."""
-        return self._generations.get(operation, 0) + self._generations.get('*', 0)
+        """Changes whenever the backends of an operation do."""
+        return self.control.now.generation(operation)
 
-    def _advance(self, operation: str) -> None:
-        """Called under the lock: whatever serves `operation` ('*': any) is another thing now."""
-        self._generations[operation] = self._generations.get(operation, 0) + 1
-        for entry in self.entries():
-            if operation in ('*', entry.operation):
-                entry.forget_plans()
+    def _backends_changed(self, operation: str) -> None:
+        """The backends of `operation` ('*': any) are others now."""
+
+        def advance(now: Situation) -> Situation:
+            return replace(now, generations={**now.generations, operation: now.generations.get(operation, 0) + 1})
+
+        self.control.change(advance)
+
+    def replan(self) -> None:
+        """Every function plans again on its next call."""
+        self._backends_changed('*')
 
     def backend_changed(self, owner: Any, name: str) -> None:
-        """An attribute of a backend class or instance was set: whatever it serves plans again."""
+        """An attribute of a backend class or instance was set: the functions it serves plan again."""
         if self._reads(owner, name):
             self.availability.forget(owner)
             self.toggles.forget(owner)
-            with lock:
-                self._advance('*')
+            self.replan()
             self.breakers.clear(f'{name} was set', backends=self._names_of(owner))
 
     def backend_changing(self, owner: Any, name: str) -> None:
@@ -156,62 +275,72 @@ class Dispatcher(PolicyStack):
         Raises:
             FrozenError: while dispatch is frozen, if a plan reads it.
         """
-        if self.frozen is not None and self._reads(owner, name):
+        if self.policies.frozen is not None and self._reads(owner, name):
             self.refuse_if_frozen(f'set {name} of {owner!r}')
 
     def _reads(self, owner: Any, name: str) -> bool:
-        """Whether plans read this attribute of this backend, or of this class's backends. What a backend keeps for itself (a
-        workspace, a counter) does not make anybody plan again."""
+        """Whether plans read this attribute of this backend, or of this class's backends. An attribute of the backend's own
+        (a workspace, a counter) makes no function plan again."""
         if not self._matters(name):
             return False
-        if isinstance(owner, type):
-            return any(isinstance(backend, owner) for backend in self.backends())
-        return any(backend is owner for backend in self.backends())
+        return any(b is owner or (isinstance(owner, type) and isinstance(b, owner)) for b in self.catalogue.backends())
 
     def _names_of(self, owner: Any) -> set[str]:
         """Names of a backend, or of a class's backends."""
-        return {b.backend_type for b in self.backends() if b is owner or (isinstance(owner, type) and isinstance(b, owner))}
+        found = self.catalogue.backends()
+        return {b.backend_type for b in found if b is owner or (isinstance(owner, type) and isinstance(b, owner))}
 
     def _matters(self, name: str) -> bool:
         if hasattr(BaseBackend, name):
             return True
         function = name.removesuffix('_verifier').removesuffix('_prefers')
-        return any(entry.name == function for entry in self._functions.values())
+        return any(entry.spec.name == function for entry in self.catalogue.functions().values())
 
     def gate(self, backend: BaseBackend, policy: ResolvedPolicy) -> Gate:
         """The toggle of a backend under a policy: live, or as it was when dispatch was frozen."""
-        if self.frozen is not None and backend in self.frozen.enabled:
-            return Gate(self.toggles.variables(backend), is_on=self.frozen.enabled[backend])
+        frozen = self.policies.frozen
+        if frozen is not None and backend in frozen.enabled:
+            return Gate(self.toggles.variables(backend), is_on=frozen.enabled[backend])
         env = dict(policy.env) if policy.env is not None else None
         return self.toggles.gate(backend, env, strict=policy.strict)
 
     def plugins(self) -> tuple[Plugin, ...]:
-        """What was found by entry points and the plugin variable, loading it if that has not happened yet."""
-        self.discovery._load_plugins()
-        return self.discovery.plugins
+        """The plugins of entry points and of the plugin variable, loaded if they are not yet."""
+        return self.discovery.load_plugins()
 
-    def follow_environment(self) -> None:
-        """Record calls, or end that, as the environment says."""
-        from fla.backends.observe.trace import follow_environment
+    # -- recorders --------------------------------------------------------------------------------------------------------
 
-        follow_environment(self, self.environment.tracing)
+    @property
+    def recorders(self) -> tuple[Recorder, ...]:
+        """Traces, telemetry and observers at work."""
+        return self.control.now.recorders
+
+    def start_recording(self, recorder: Recorder) -> bool:
+        """Add a recorder; False if it is there already."""
+        self.policies.now  # noqa: B018 - the environment may start one of its own first
+        was_there = recorder in self.recorders
+        if not was_there:
+            self.control.change(lambda now: replace(now, recorders=(*now.recorders, recorder)))
+        return not was_there
+
+    def stop_recording(self, recorder: Recorder) -> None:
+        """Remove a recorder."""
+        self.control.change(lambda now: replace(now, recorders=tuple(r for r in now.recorders if r is not recorder)))
+
+    # -- the whole process ------------------------------------------------------------------------------------------------
 
     def _after_fork_in_child(self) -> None:
-        """Other threads do not exist in the child, so that nobody there would ever leave their scopes."""
+        """Other threads do not exist in the child, and could never leave their scopes there."""
         self.discovery.after_fork_in_child()
-        for running in self.telemetries:
-            running.after_fork_in_child()
-        if changes_of_other_threads():  # what has changed, nobody will tell
+        for recorder in self.recorders:
+            recorder.after_fork_in_child()
+        if changes_of_other_threads():  # they will not be announced in the child
             self.availability.forget()
             self.toggles.forget()
             self.replan()
         me = threading.get_ident()
-        self.holders = {token: thread for token, thread in self.holders.items() if thread == me}
-        for token, _, _ in self.scopes:
-            if token not in self.holders:
-                self.pop_scope(token)
-
-    # -- whole-process verbs ------------------------------------------------------------------------------------------
+        if any(scope.thread != me for scope in self.control.now.scopes):
+            self.control.change(lambda now: replace(now, scopes=tuple(s for s in now.scopes if s.thread == me)))
 
     def refresh(self) -> None:
         """Look again: package availability, devices, policy variables, plans, packages that failed to import."""
@@ -219,48 +348,39 @@ class Dispatcher(PolicyStack):
         self.availability.forget()
         self.discovery.retry()
         with lock:
-            for registry in self.registries.values():
+            for _, registry in self.registries.items():
                 registry.retry_paths()
-            self._env_layers = None
-            self._advance('*')
-            self.push()
+            self.policies.forget_environment()
+            self.replan()
         self.breakers.clear('refresh()')
-
-    def replan(self) -> None:
-        """Every function plans again on its next call."""
-        with lock:
-            self._advance('*')
 
     def reset(self) -> None:
         """A fresh process, for tests: no scopes, no policy, no traces, not frozen; only what the operations' own packages
         registered is registered; plugins and environment are read again on the next call."""
-        from fla.backends.observe.trace import forget_environment
-
-        for running in self.traces:
-            running.stop()
-        if 'fla.backends.policy_files.watch' in sys.modules:
-            sys.modules['fla.backends.policy_files.watch'].stop_watching(self)
-        forget_environment(self)
+        for act in self.before_reset:
+            act(self)
         with lock:
-            self.forget_layers()
             self.listeners = ()
             self.breakers.reset()
             self.device_facts = devices.devices_of
-            for registry in self.registries.values():
+            self.scopes_in_trace.layers = ()
+            for _, registry in self.registries.items():
                 registry._reset()
             self.availability.forget()
             self.toggles.forget()
             self.discovery.forget()
+            self.policies.forget()
             logs.reset()
-            self._advance('*')
-            for entry in self.entries():
+            for entry in self.catalogue.entries():
                 entry.platforms, entry.was_called = (), False
-            self._state = self._compose()
+            # generations only grow: a plan under way must not take an old number for its own
+            self.control.change(lambda now: Situation(generations=now.generations))
+            self.replan()
 
-    # -- failures -----------------------------------------------------------------------------------------------------
+    # -- failures ---------------------------------------------------------------------------------------------------------
 
     def health(self) -> dict[tuple[str, str], Health]:
-        """('operation.function', backend) → what its circuit breaker knows."""
+        """('operation.function', backend) → the state of its circuit breaker."""
         return self.breakers.health()
 
     def breaker(self, function: str | Callable[..., Any], backend: str) -> Breaker:
@@ -271,34 +391,68 @@ class Dispatcher(PolicyStack):
             backend: the backend's name.
 
         Raises:
-            UnknownNameError: for names nobody knows.
+            UnknownNameError: for unknown names.
             TypeError: for a function that is not dispatched.
         """
-        from fla.backends.observe.describe import entry_of
-
-        self.warn_in_baseline('a circuit breaker')
-        entry = self.entry(function) if isinstance(function, str) else entry_of(function)
-        entry.dispatcher.discovery.load(entry.operation)
+        self.policies.warn_in_baseline('a circuit breaker')
+        entry = self.catalogue.entry(function) if isinstance(function, str) else entry_of(function)
+        owner, key = entry.dispatcher, entry.spec.key
+        owner.discovery.load(entry.spec.operation)
         names = {member.name.casefold(): member.name for member in entry.members()}
         if not isinstance(backend, str) or normalise(backend) not in names:
-            raise unknown_name('backend', str(backend), names.values(), f' of {entry.key}')
-        return entry.dispatcher.breakers.of(entry.key, names[normalise(backend)])
+            raise unknown_name('backend', str(backend), names.values(), f' of {key}')
+        return owner.breakers.of(key, names[normalise(backend)])
 
     def _breakers_asked(self, function: str) -> bool:
-        entry = self._functions.get(function)
+        entry = self.catalogue.known(function)
         return entry is None or self.baseline or entry.policy(entry.state()).falls_back
 
     def add_breaker_listener(self, listener: BreakerListener) -> Callable[[], None]:
         """Call `listener(event)` after every change of a breaker's state, in the call's thread and outside every lock;
-        returns what ends it. What it raises is logged."""
+        returns a function that ends it. An exception that it raises is logged."""
         return self.breakers.add_listener(listener)
 
-    def validate(self) -> list[str]:
-        """Problems that need no call: methods of functions nobody knows (pending), verifiers without a method, plugins and
-        packages that failed. Loads every operation."""
-        from fla.backends.observe.describe import problems
 
-        return problems(self)
+class ScopesInTrace:
+    """Policy scopes entered inside a region that Dynamo is tracing. A plain object: Dynamo tracks its attribute through the
+    trace, and takes the change back by itself when it restarts or gives up. Outside a trace it is always empty."""
+
+    def __init__(self) -> None:
+        # on the instance from the start: Dynamo would see it move there from the class
+        self.layers: tuple[tuple[Any, ...], ...] = ()
+
+
+class BackendRegistry(Registry):
+    """The backends of one operation. `BackendRegistry('kda')` is the same object each time.
+
+    Args:
+        operation: such as 'kda', or '*' for backends that serve every operation of the namespace.
+        dispatcher: the namespace; default: fla's own.
+    """
+
+    def __new__(cls, operation: str, dispatcher: Dispatcher | None = None) -> BackendRegistry:
+        found = owner_of(dispatcher).registries(operation)
+        assert isinstance(found, BackendRegistry)
+        return found
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """The namespace that it belongs to."""
+        assert isinstance(self.owner, Dispatcher)
+        return self.owner
+
+
+def entry_of(function: Any) -> LiveFunction:
+    """The entry point behind a dispatched function.
+
+    Raises:
+        TypeError: if it is not dispatched.
+    """
+    entry = getattr(function, '__fla_entry__', None)
+    if entry is None:
+        raise TypeError(f'{getattr(function, "__qualname__", function)!r} is not a dispatched function')
+    found: LiveFunction = entry
+    return found
 
 
 def _before_change(owner: Any, name: str) -> None:
@@ -319,7 +473,7 @@ _default = Dispatcher('fla.ops', 'FLA', modules=_OPERATION_BACKEND_MODULES)
 def replan_everything() -> None:
     """Every function of every namespace that is not frozen plans again on its next call."""
     for dispatcher in _dispatchers:
-        if dispatcher.frozen is None:
+        if dispatcher.policies.frozen is None:
             dispatcher.replan()
 
 
@@ -327,7 +481,7 @@ def owner_of(dispatcher: Dispatcher | None) -> Dispatcher:
     """The namespace that an argument `dispatcher` means: fla's own where it is None.
 
     Raises:
-        TypeError: for something else.
+        TypeError: for another object.
     """
     if dispatcher is None:
         return _default

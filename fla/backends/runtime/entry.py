@@ -1,11 +1,13 @@
 """The entry point that `@dispatch` makes.
 
-The public function is one function object for life. What changes is its code:
+The public function is one function object for life; its code changes:
     cold: `_d_cold(''); return _d_self(...)`; the first call, also inside a trace (which then begins anew), loads the
         backends and plans;
     hot: the plan as straight-line code (see `codegen`), swapped in with one store to `__code__`.
-Dynamo guards the code of a function it inlines, so every re-plan is seen by compiled callers. Code that a policy has been
-given once is kept, so that coming back to that policy costs a compiled caller nothing.
+Dynamo guards the code of a function it inlines, so every re-plan is seen by compiled callers. The code for a policy is
+cached, so that coming back to that policy costs a compiled caller nothing.
+
+The code in force is the only record of what is in force: which plan it came from is looked up by the code itself.
 """
 
 from __future__ import annotations
@@ -20,46 +22,44 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad
-import torch.autograd.profiler
 
 from fla.backends.backend.base import BaseBackend, format_reason
 from fla.backends.codegen.call import Call
 from fla.backends.codegen.generator import source_of
 from fla.backends.core import logs
 from fla.backends.core.dynamo import another_thread_compiles, never_a_frame, renew_after_compiling, while_tracing
-from fla.backends.core.errors import NoBackendError, UnknownNameError
+from fla.backends.core.errors import UnknownNameError
 from fla.backends.core.locking import lock
-from fla.backends.core.signature import Signature, location
+from fla.backends.core.spec import FunctionSpec
+from fla.backends.plan.decision import Decision, NoBackendError
 from fla.backends.plan.members import any_match, collect
 from fla.backends.plan.plan import Facts, Member, Plan, build
 from fla.backends.policy.policy import Policy, covers
 from fla.backends.policy.precedence import Layer, ResolvedPolicy, State, effective, overruled, refuse_if_locked
 from fla.backends.runtime.dispatcher import Dispatcher
-from fla.backends.runtime.function import (
-    check_call,
-    check_source,
-    check_what_default_needs,
-    compile_source,
-    drop_with,
-    make_wrapper,
-    namespace_of,
-)
+from fla.backends.runtime.explain import decide
+from fla.backends.runtime.function import Namespace, attach, check_call, check_default, check_source, make_wrapper
 from fla.backends.runtime.hooks import RuntimeHooks
+from fla.backends.runtime.situation import Situation
 from fla.backends.runtime.traced_scopes import TracedScopePlans
 
 _serials = itertools.count()
 
-# Plans kept per function, and states remembered to lead to one of them. Compiled callers are only as good as the plans
-# that are kept, so this is generous; a plan is a few kilobytes.
-_PLANS_KEPT = 64
-_STATES_KEPT = 1024
+# Plans cached per function, and states remembered to lead to one of them. Compiled callers are only as good as the plans
+# that are cached, so this is generous; a plan is a few kilobytes.
+_MOST_PLANS = 64
+_MOST_STATES = 1024
 # How often a plan that is out of date before it is finished is begun anew.
 _MOST_ATTEMPTS = 20
 
 
+def _new_serial() -> str:
+    """A number that no plan and no function had before."""
+    return str(next(_serials))
+
+
 @dataclass(eq=False)
-class Kept:
+class Planned:
     """A plan with its code."""
 
     plan: Plan
@@ -70,80 +70,90 @@ class Kept:
 
 @dataclass(eq=False)
 class Entry:
-    """A dispatched function: what it is, its plans, and the function object that users hold.
+    """A dispatched function: its plans, and the function object that users hold.
 
     Attributes:
-        operation, name: its operation and its own name; together the `key` 'operation.name'.
-        function: the default implementation.
+        spec: what it is.
         default: the default as a backend.
-        check: raises for bad calls, before any candidate is asked.
-        mutates: parameters the operation changes in place.
         own: the policy of a bound function, above every other.
-        platforms: platforms that calls have been seen on.
+        platforms: platforms of the calls so far.
         was_called: it has been planned for a call.
     """
 
     dispatcher: Dispatcher
-    operation: str
-    name: str
-    function: Callable[..., Any]
-    signature: Signature
+    spec: FunctionSpec
     default: BaseBackend
-    default_verifier: Callable[..., Any] | None
-    check: Callable[..., Any] | None
-    mutates: tuple[str, ...] = ()
     own: Layer | None = None
     platforms: tuple[str, ...] = ()
     was_called: bool = False
     wrapper: FunctionType = field(init=False)
-    _plans: dict[State, Kept] = field(default_factory=dict, init=False)
-    _by_policy: dict[ResolvedPolicy, Kept] = field(default_factory=dict, init=False)
+    namespace: Namespace = field(init=False)
+    _plans: dict[State, Planned] = field(default_factory=dict, init=False)
+    _by_policy: dict[ResolvedPolicy, Planned] = field(default_factory=dict, init=False)
     _members: tuple[int, tuple[Member, ...]] | None = field(default=None, init=False)
+    # whose plan a code object is; cold code is not listed
+    _serials: weakref.WeakKeyDictionary[CodeType, str] = field(default_factory=weakref.WeakKeyDictionary, init=False)
 
     def __post_init__(self) -> None:
-        self.key = f'{self.operation}.{self.name}'
-        self.place = location(self.function)
-        self.label = f'{self.dispatcher.namespace.split(".")[0]}::{self.name}'
-        self._check_call = check_call(self)
-        check_what_default_needs(self)
-        self._boxed = TracedScopePlans(self)
-        self._namespace = namespace_of(self)
-        self.wrapper = make_wrapper(self)
+        spec, dispatcher = self.spec, self.dispatcher
+        check_call(spec)
+        check_default(spec)
+        self.label = f'{dispatcher.namespace.split(".")[0]}::{spec.name}'
+        self._hooks = functools.partial(RuntimeHooks, spec, dispatcher)
+        self._traced = TracedScopePlans(dispatcher, spec.operation, self._make_traced, _new_serial)
+        self._generation = dispatcher.generation(spec.operation)
+        self.namespace = Namespace(spec)
+        self.wrapper = make_wrapper(self.namespace, _new_serial())
         self._cold = self.wrapper.__code__
-        self._in_force: Kept | None = None
-        self._installed = ''
-        self._namespace['_d_self'] = self.wrapper
+        self.namespace.globals.update(
+            _d_box=self._traced.box,
+            _d_cold=while_tracing(self._plan_again),
+            _d_need=while_tracing(self._need_platform),
+            _d_none=self._raise_no_backend,
+            _d_offer=self._offer,
+            _d_select=while_tracing(self._traced.select),
+            _d_self=self.wrapper,
+            _d_virtual=dispatcher.scopes_in_trace,
+        )
+        attach(self.wrapper, self)
 
     def __hash__(self) -> int:
         return id(self)
 
-    def serial(self) -> str:
-        """A name that no plan, box or function had before."""
-        return str(next(_serials))
-
     # -- planning -----------------------------------------------------------------------------------------------------
+
+    @property
+    def globals(self) -> dict[str, Any]:
+        """Globals of the generated code."""
+        return self.namespace.globals
 
     def state(self) -> State:
         """The state this function is planned for."""
-        state = self.dispatcher.state()
+        return self._above(self.dispatcher.policies.state)
+
+    def _above(self, state: State) -> State:
         return state.above(self.own) if self.own is not None else state
 
     def policy(self, state: State) -> ResolvedPolicy:
         """The policy in force for this function under a state."""
-        return effective(state, self.operation, self.name, self._serves)
+        return effective(state, self.spec.operation, self.spec.name, self._any_match)
 
-    def _serves(self, tokens: tuple[str, ...]) -> bool:
+    def _any_match(self, tokens: tuple[str, ...]) -> bool:
         return any_match(self.members(), tokens)
 
     def members(self) -> tuple[Member, ...]:
         """Every backend with a method of this name, and the default, by priority."""
-        generation = self.dispatcher.generation(self.operation)
+        dispatcher, operation = self.dispatcher, self.spec.operation
+        generation = dispatcher.generation(operation)
         known = self._members
         if known is None or known[0] != generation:
-            known = self._members = generation, collect(self)
+            found = dispatcher.registries.registrations(operation)
+            members = collect(self.spec, self.default, found, dispatcher.toggles, dispatcher.check_methods)
+            known = self._members = generation, members
         return known[1]
 
-    def _facts(self, policy: ResolvedPolicy) -> Facts:
+    def facts(self, policy: ResolvedPolicy) -> Facts:
+        """What planning asks of this machine."""
         dispatcher = self.dispatcher
         return Facts(
             package=dispatcher.availability.package,
@@ -155,38 +165,42 @@ class Entry:
     def plan(self, state: State) -> Plan:
         """Who is asked, and in which order, under a state."""
         policy = self.policy(state)
-        return build(self.signature, self.members(), policy, self.platforms, self._facts(policy))
+        return build(self.spec.signature, self.members(), policy, self.platforms, self.facts(policy))
 
-    def _make(self, state: State) -> Kept:
-        return self._generate(self.plan(state), virtual=True)
-
-    def _generate(self, plan: Plan, *, virtual: bool) -> Kept:
-        serial = self.serial()
-        notes = RuntimeHooks(self)
-        generator = Call(self.signature, plan, serial, notes, key=self.key, label=self.label, virtual=virtual)
-        source = source_of(generator, self.name, check_source(self, plan.policy))
-        self._namespace.update(generator.w.bindings)
+    def _generate(self, plan: Plan, *, in_trace: bool = False) -> Planned:
+        """A plan with its code; `in_trace` for a scope entered in a trace, whose code looks at no further such scopes."""
+        serial, namespace, spec = _new_serial(), self.namespace, self.spec
+        generator = Call(spec.signature, plan, serial, self._hooks(), key=spec.key, label=self.label, virtual=not in_trace)
+        source = source_of(generator, spec.name, check_source(spec, plan.policy))
+        namespace.globals.update(generator.w.bindings)
         ranged = f'_d_ranged{serial}'
-        self._namespace[ranged] = functools.partial(self._ranged, plan, serial)
-        code = compile_source(self, source, f'plan {serial}').__code__
+        namespace.globals[ranged] = functools.partial(self._ranged, plan, serial)
+        code = namespace.compile(source, f'plan {serial}').__code__
+        self._serials[code] = serial
         # a frame that still runs this code may need its names: they go when the code does
-        drop_with(self, code, *generator.w.bindings, ranged)
-        return Kept(plan, code, source, serial)
+        namespace.drop_with(code, *generator.w.bindings, ranged)
+        return Planned(plan, code, source, serial)
+
+    def _make_traced(self, state: State) -> tuple[FunctionType, str]:
+        made = self._generate(self.plan(self._above(state)), in_trace=True)
+        positional, keyword = self.spec.signature.defaults()
+        function = FunctionType(made.code, self.namespace.globals, self.spec.name, positional)
+        function.__kwdefaults__ = keyword
+        return function, made.serial
 
     def _ranged(self, plan: Plan, of: str, *args: Any, **kwargs: Any) -> Any:
         """First call while a profiler is active: make the variant of the plan `of` that serial that opens a range."""
-        serial, name = self.serial(), f'_d_ranged{of}'
+        serial, name, namespace, spec = _new_serial(), f'_d_ranged{of}', self.namespace, self.spec
         generator = Call(
-            self.signature, plan, serial, RuntimeHooks(self), key=self.key, label=self.label, ranges=True, virtual=False
+            spec.signature, plan, serial, self._hooks(), key=spec.key, label=self.label, ranges=True, virtual=False
         )
         generator.asks = of  # it is the plan that is in force
-        source = source_of(generator, self.name, check_source(self, plan.policy))
-        self._namespace.update(generator.w.bindings)
-        function = compile_source(self, source, f'ranges {serial}')
-        function.__defaults__, function.__kwdefaults__ = self.signature.defaults()
-        drop_with(self, function.__code__, *generator.w.bindings)
-        if name in self._namespace:
-            self._namespace[name] = function
+        source = source_of(generator, spec.name, check_source(spec, plan.policy))
+        namespace.globals.update(generator.w.bindings)
+        function = namespace.compile_whole(source, f'ranges {serial}')
+        namespace.drop_with(function.__code__, *generator.w.bindings)
+        if name in namespace.globals:
+            namespace.globals[name] = function
         return function(*args, **kwargs)
 
     def _plan_again(self, serial: str) -> int:
@@ -199,77 +213,77 @@ class Entry:
         Returns:
             Whether something was planned.
         """
-        if serial != self._installed and f'plan{serial}' not in self._boxed.known.values():
-            with lock:  # until whoever replaced it has put the new code in place: else it would be asked for again and again
+        dispatcher, operation = self.dispatcher, self.spec.operation
+        dispatcher.control.settle()
+        if serial != self._serials.get(self.wrapper.__code__, '') and not self._traced.has(serial):
+            with lock:  # until another thread's new code is in place: else it would be asked for again and again
                 return 0
         self.was_called = True
-        dispatcher = self.dispatcher
         for attempt in itertools.count():
-            complete = dispatcher.discovery.load(self.operation)
-            base = dispatcher.state()
+            complete = dispatcher.discovery.load(operation)
+            now = dispatcher.policies.now
             if complete:
-                dispatcher.check_environment_once()
-            generation = dispatcher.generation(self.operation)
-            # for `base` and no newer state: a scope that came and went meanwhile would leave its plan under this one
-            kept = self._make(base.above(self.own) if self.own is not None else base)
+                dispatcher.policies.check_environment_once()
+            generation = dispatcher.generation(operation)
+            # for this state and no newer one: a scope that came and went meanwhile would leave its plan under this one
+            made = self._generate(self.plan(self._above(now.state)))
             with lock:
-                unchanged = dispatcher.state() == base and dispatcher.generation(self.operation) == generation
+                unchanged = dispatcher.policies.state == now.state and dispatcher.generation(operation) == generation
                 if unchanged:
-                    self._keep(base, kept, None if complete else self._complete)
+                    self._keep(now.state, made, None if complete else self._complete)
                     break
                 if attempt == _MOST_ATTEMPTS:
-                    # somebody changes it as fast as it is planned: serve this call, plan again on the next
-                    self._keep(base, kept, _from_the_second_time())
+                    # changed as fast as it is planned: serve this call, plan again on the next
+                    self._keep(now.state, made, _from_the_second_time())
                     break
         if not unchanged:
             logs.warn_once(
-                ('restless', self.key),
+                ('restless', self.spec.key),
                 '%s: backends or policy changed %d times while it was planned. If an is_available, probe or is_enabled '
                 'changes its own backend or the policy, it must not.',
-                self.key,
+                self.spec.key,
                 attempt,
             )
-        self._announce(kept)
+        self._announce(made)
         return 1
 
-    def _keep(self, state: State, kept: Kept, until: Callable[[], int] | None) -> None:
-        """Install a plan; for good, or `until` something, asked on each call, that makes the function plan again."""
+    def _keep(self, state: State, made: Planned, until: Callable[[], int] | None) -> None:
+        """Install a plan; for good, or `until` a function that is asked on each call makes the function plan again."""
         if until is not None:
-            kept = self._provisional(kept, until)
+            made = self._provisional(made, until)
         else:
-            self._by_policy.pop(kept.plan.policy, None)
-            self._by_policy[kept.plan.policy] = kept
-            if len(self._by_policy) > _PLANS_KEPT:
+            policy = made.plan.policy
+            self._by_policy.pop(policy, None)
+            self._by_policy[policy] = made
+            if len(self._by_policy) > _MOST_PLANS:
                 gone = self._by_policy.pop(next(iter(self._by_policy)))
                 self._plans = {s: k for s, k in self._plans.items() if k is not gone}
-            self._plans = {s: k for s, k in self._plans.items() if k.plan.policy != kept.plan.policy}
-            if len(self._plans) > _STATES_KEPT:
+            self._plans = {s: k for s, k in self._plans.items() if k.plan.policy != policy}
+            if len(self._plans) > _MOST_STATES:
                 self._plans.clear()
-            self._plans[state] = kept
-        self._boxed.known = {}
-        self._install(kept)
+            self._plans[state] = made
+        self._traced.forget()
+        self._install(made.code)
 
-    def _provisional(self, kept: Kept, until: Callable[[], int]) -> Kept:
-        head, _, body = kept.source.partition('\n')
-        name = f'_d_until{kept.serial}'
-        self._namespace[name] = while_tracing(until)
-        forward = self.signature.forward_all()
-        again = f'        if _d_cold({kept.serial!r}) and _d_dyn(): _d_restart()\n        return _d_self({forward})'
+    def _provisional(self, made: Planned, until: Callable[[], int]) -> Planned:
+        head, _, body = made.source.partition('\n')
+        name, namespace = f'_d_until{made.serial}', self.namespace
+        namespace.globals[name] = while_tracing(until)
+        forward = self.spec.signature.forward_all()
+        again = f'        if _d_cold({made.serial!r}) and _d_dyn(): _d_restart()\n        return _d_self({forward})'
         source = f'{head}\n    if {name}():\n{again}\n{body}'
-        code = compile_source(self, source, f'provisional {self.serial()}').__code__
+        code = namespace.compile(source, f'provisional {_new_serial()}').__code__
+        self._serials[code] = made.serial
         # the body's names live as long as the code they were made for, so this code has to hold that one
-        weakref.finalize(code, id, kept)
-        drop_with(self, code, name)
-        return Kept(kept.plan, code, source, kept.serial)
+        weakref.finalize(code, id, made)
+        namespace.drop_with(code, name)
+        return Planned(made.plan, code, source, made.serial)
 
     def _complete(self) -> int:
         """Whether loading has finished since a provisional plan was made."""
-        return int(self.dispatcher.discovery.load(self.operation))
+        return int(self.dispatcher.discovery.load(self.spec.operation))
 
-    def _install(self, kept: Kept | None) -> None:
-        """The code of a kept plan, or cold."""
-        self._in_force = kept
-        code, self._installed = (kept.code, kept.serial) if kept is not None else (self._cold, '')
+    def _install(self, code: CodeType) -> None:
         if self.wrapper.__code__ is not code:
             before = another_thread_compiles()
             self.wrapper.__code__ = code
@@ -277,37 +291,43 @@ class Entry:
                 renew_after_compiling(self)
 
     def renew(self) -> None:
-        """Have the code in force as another object, so that nobody's guard on it holds any longer."""
+        """Have the code in force as another object, so that guards on the old one no longer hold."""
         with lock:
-            kept = self._in_force
-            old = self._cold if kept is None else kept.code
+            old = self.wrapper.__code__
             code = old.replace()
+            serial = self._serials.get(old)
+            if serial is not None:
+                self._serials[code] = serial
             # the names of the old code are those of the new one
             weakref.finalize(code, id, old).atexit = False
-            if kept is None:
+            for made in self._by_policy.values():
+                if made.code is old:
+                    made.code = code
+            if self._cold is old:
                 self._cold = code
-            else:
-                kept.code = code
             self.wrapper.__code__ = code
 
-    def install(self, state: State) -> None:
-        """Called under the lock, when the state changes: the kept code for it, else cold."""
-        kept = self._plans.get(state)
+    def adopt(self, now: Situation) -> None:
+        """Called under the lock when the situation changes: the cached code for it, else cold."""
+        generation = now.generation(self.spec.operation)
+        if generation != self._generation:
+            self._plans, self._by_policy, self._members = {}, {}, None
+            self._traced.forget()
+            self._install(self._cold)
+            self._generation = generation
+            return
+        made = self._plans.get(now.state)
         known = self._members
-        if kept is None and known is not None and known[0] == self.dispatcher.generation(self.operation):
+        if made is None and known is not None and known[0] == generation:
             # only members that are known: collecting them runs foreign code, and that never under the lock
-            above = state.above(self.own) if self.own is not None else state
-            policy = effective(above, self.operation, self.name, lambda tokens: any_match(known[1], tokens))
-            kept = self._by_policy.get(policy)
-            if kept is not None:
-                self._plans[state] = kept
-        self._install(kept)
-
-    def forget_plans(self) -> None:
-        """Called under the lock, when the backends change."""
-        self._plans, self._by_policy, self._members = {}, {}, None
-        self._install(None)
-        self._boxed.known = {}
+            members = known[1]
+            policy = effective(
+                self._above(now.state), self.spec.operation, self.spec.name, lambda tokens: any_match(members, tokens)
+            )
+            made = self._by_policy.get(policy)
+            if made is not None:
+                self._plans[now.state] = made
+        self._install(made.code if made is not None else self._cold)
 
     def _need_platform(self, serial: str, platform: str) -> int:
         with lock:
@@ -315,22 +335,25 @@ class Entry:
                 self.platforms = (*self.platforms, platform)
         return self._plan_again(serial)
 
-    # -- what generated code calls --------------------------------------------------------------------------------------
+    # -- called by generated code -----------------------------------------------------------------------------------------
 
     def _offer(self, relevant: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         return torch.overrides.handle_torch_function(self.wrapper, relevant, *args, **kwargs)
 
     def _raise_no_backend(self, *args: Any, **kwargs: Any) -> Any:
-        decision = self.explain(*args, **kwargs)
-        raise NoBackendError.of(decision)
+        raise NoBackendError.of(self.decide(args, kwargs))
 
     # -- the public side --------------------------------------------------------------------------------------------------
 
-    def explain(self, *args: Any, **kwargs: Any) -> Any:
-        """See `fla.backends.runtime.explain`."""
-        from fla.backends.runtime.explain import explain_entry
+    def decide(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], platform: Any = None, state: State | None = None
+    ) -> Decision:
+        """What a call would run and why; for another platform, or under another state than the one in force."""
+        return decide(self, args, kwargs, platform, state)
 
-        return explain_entry(self, args, kwargs, platform=None)
+    def explain(self, *args: Any, **kwargs: Any) -> Decision:
+        """What this call would run and why; see `fla.backends.explain`."""
+        return self.decide(args, kwargs)
 
     def resolve(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """The callable that this call would run, for loops that make the same call again and again.
@@ -340,9 +363,7 @@ class Entry:
         Raises:
             NoBackendError: if no candidate accepts the call.
         """
-        from fla.backends.runtime.explain import explain_entry
-
-        decision = explain_entry(self, args, kwargs, platform=None)
+        decision = self.decide(args, kwargs)
         if decision.member is None:
             raise NoBackendError.of(decision)
         return self.direct(decision.member)
@@ -353,13 +374,12 @@ class Entry:
         assert member.call is not None
         if member.call.identical:
             return member.implementation
-        serial = self.serial()
-        self._namespace[f'_d_direct{serial}'] = member.implementation
-        source = f'{self.signature.header(self.name)}\n    return _d_direct{serial}({member.call.arguments})\n'
-        function = compile_source(self, source, f'direct {serial}')
-        function.__defaults__, function.__kwdefaults__ = self.signature.defaults()
-        function.__doc__ = self.function.__doc__
-        drop_with(self, function.__code__, f'_d_direct{serial}')
+        name, spec = f'_d_direct{_new_serial()}', self.spec
+        self.namespace.globals[name] = member.implementation
+        source = f'{spec.signature.header(spec.name)}\n    return {name}({member.call.arguments})\n'
+        function = self.namespace.compile_whole(source, name)
+        function.__doc__ = spec.default.__doc__
+        self.namespace.drop_with(function.__code__, name)
         return function
 
     def bind(self, backend: str | None = None, *, policy: Policy | None = None, **fields: Any) -> Callable[..., Any]:
@@ -384,74 +404,58 @@ class Entry:
         if not isinstance(policy, Policy):
             raise TypeError(f'policy must be a Policy, got {policy!r}')
         if policy.op is not None:
-            self.dispatcher.check_operation(policy.op)
-            if not policy.concerns(self.operation, self.name):
-                raise ValueError(f'the policy is for {policy.op!r} and would say nothing of {self.key}')
-        policy = replace(policy, op=self.key)
+            self.dispatcher.catalogue.check_operation(policy.op)
+            if not policy.concerns(self.spec.operation, self.spec.name):
+                raise ValueError(f'the policy is for {policy.op!r} and would say nothing of {self.spec.key}')
+        policy = replace(policy, op=self.spec.key)
         self._check_bound(policy)
-        entry = Entry(
-            self.dispatcher,
-            self.operation,
-            self.name,
-            self.function,
-            self.signature,
-            self.default,
-            self.default_verifier,
-            self.check,
-            self.mutates,
-            Layer(policy, 'bind()', of_call=True),
-            self.platforms,
-        )
-        self.dispatcher.add(entry, public=False)
+        entry = Entry(self.dispatcher, self.spec, self.default, Layer(policy, 'bind()', of_call=True), self.platforms)
+        self.dispatcher.catalogue.add(entry, public=False)
         return entry.wrapper
 
     def _check_bound(self, policy: Policy) -> None:
-        """Raise for what nobody knows, for what says nothing of this function, and for what a lock stands against."""
-        self.dispatcher.check_policy(policy)
-        refuse_if_locked(policy, self.dispatcher.state().layers, of_call=True)
-        own = (self.operation, self.key)
+        """Raises for unknown names, for fields that say nothing of this function, and for orders against a lock."""
+        policies, spec = self.dispatcher.policies, self.spec
+        policies.check_policy(policy)
+        refuse_if_locked(policy, policies.state.layers, of_call=True)
+        own = (spec.operation, spec.key)
         idle = [f'{name}[{key!r}]' for name in ('order', 'lock') for key, _ in getattr(policy, name) if key not in own]
-        idle += [f'boost[{glob!r}]' for glob, _ in policy.boost if not covers(glob, self.operation, self.name)]
-        idle += [f'rules[{n}]' for n, rule in enumerate(policy.rules) if not rule.concerns(self.operation, self.name)]
+        idle += [f'boost[{glob!r}]' for glob, _ in policy.boost if not covers(glob, spec.operation, spec.name)]
+        idle += [f'rules[{n}]' for n, rule in enumerate(policy.rules) if not rule.concerns(spec.operation, spec.name)]
         if idle:
-            raise ValueError(f'bind(): {", ".join(idle)} would say nothing of {self.key}')
+            raise ValueError(f'bind(): {", ".join(idle)} would say nothing of {spec.key}')
         for number, rule in enumerate(policy.rules):
-            problems = rule.condition.problems(self.signature) if rule.condition else []
+            problems = rule.condition.problems(spec.signature) if rule.condition else []
             if problems:
                 raise UnknownNameError(f'bind(): rules[{number}]: {"; ".join(problems)}')
 
-    def _announce(self, kept: Kept) -> None:
+    def _announce(self, made: Planned) -> None:
         """At plan time: the ordered candidates at INFO, and warnings for wishes that cannot come true."""
-        hidden = overruled(self.state(), self.operation, self.name, self._serves)
+        key = self.spec.key
+        hidden = overruled(self.state(), self.spec.operation, self.spec.name, self._any_match)
         if hidden is not None:
-            lock = hidden[0].policy.locked(self.operation, self.name)[1] is not None
+            locked = hidden[0].policy.locked(self.spec.operation, self.spec.name)[1] is not None
             words = (
                 'the lock of %s holds against %s'
-                if lock
+                if locked
                 else 'the order of %s replaces that of %s, its exclusivity included'
             )
-            logs.warn_once(
-                ('overruled', self.key, hidden),
-                f'%s: {words}',
-                self.key,
-                hidden[0].source,
-                hidden[1].source,
-            )
-        for platform, chain in kept.plan.chains.items():
+            logs.warn_once(('overruled', key, hidden), f'%s: {words}', key, hidden[0].source, hidden[1].source)
+        for platform, chain in made.plan.chains.items():
             for c in chain:
                 if c.wished and c.out is not None:
                     logs.warn_once(
-                        ('unmet', self.key, c.member.name),
+                        ('unmet', key, c.member.name),
                         '%s: backend %r was asked for by %s and cannot run: %s',
-                        self.key,
+                        key,
                         c.member.name,
-                        kept.plan.policy.order_source,
+                        made.plan.policy.order_source,
                         format_reason(c.out[1]),
                     )
             if logs.logger.isEnabledFor(logging.INFO):
                 names = [c.member.name for c in chain if c.out is None]
                 out = [f'{c.member.name} ({format_reason(c.out[1])})' for c in chain if c.out is not None]
-                logs.logger.info('%s on %s: candidates %s; out: %s', self.key, platform, names, '; '.join(out) or 'none')
+                logs.logger.info('%s on %s: candidates %s; out: %s', key, platform, names, '; '.join(out) or 'none')
 
 
 # reached in eager from frames that Dynamo gave up on; tracing all that explains a call takes half a minute

@@ -10,9 +10,8 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,141 +22,14 @@ from fla.backends.codegen.generator import source_of
 from fla.backends.core import tensors
 from fla.backends.core.dynamo import never_a_frame
 from fla.backends.core.errors import unknown_name
+from fla.backends.core.tensors import ANY, NO_TENSOR
 from fla.backends.fallback.breaker import Breakers
-from fla.backends.plan.plan import ANY, NO_TENSOR, Candidate, Case, Facts, Member, build, unfit
-from fla.backends.policy.policy import normalise
+from fla.backends.plan.decision import CAN_RUN, CandidateReport, Decision
+from fla.backends.plan.plan import Candidate, Case, Facts, build, unfit
 from fla.backends.policy.precedence import Conditional, ResolvedPolicy, State
+from fla.backends.runtime.dispatcher import LiveFunction, entry_of
 from fla.backends.runtime.function import check_source
 from fla.utils.devices import KNOWN_DEVICES, PLATFORMS, Device
-from fla.utils.owners import with_conflict
-
-if TYPE_CHECKING:
-    from fla.backends.runtime.entry import Entry
-
-
-_CAN_RUN = ('chosen', 'eligible', 'demoted')
-
-
-@dataclass(frozen=True)
-class CandidateReport:
-    """One candidate of a decision.
-
-    Attributes:
-        name, impl_id, kind: which one.
-        verdict: 'chosen', 'eligible' (would also serve the call), 'demoted' (can, but says it should not), 'rejected' (by a
-            test or its verifier), 'open' (kept out by its circuit breaker), 'disabled' (toggle), 'excluded' (policy),
-            'unavailable', or 'bug'.
-        reason: why, None for the chosen and the eligible.
-        source: who says so: a policy layer, a variable, 'availability', 'verifier', 'priority' …
-        priority: lower is asked earlier.
-        notes: what else is worth knowing: never verified on its real package, skipped in compiled code, assumed installed.
-    """
-
-    name: str
-    impl_id: str
-    kind: str
-    verdict: str
-    reason: str | None
-    source: str
-    priority: float
-    notes: tuple[str, ...] = ()
-
-    @property
-    def can_run(self) -> bool:
-        """Whether it would serve the call, first or where those before it do not."""
-        return self.verdict in _CAN_RUN
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
-        return {**self.__dict__, 'notes': list(self.notes)}
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What a call would do, and why. `str()` of it is a table.
-
-    Attributes:
-        function: 'operation.function'.
-        winner: name of the backend that would run, None if the call would raise.
-        error: why the call would raise, None if it would not.
-        candidates: every candidate in the order they are asked.
-        order: which policy layer decided the order ('priority' where none did).
-        platform: platform of the call ('any' where the decision does not depend on it).
-        arguments: name → what came, for tensors dtype, shape and device.
-        member: the chosen candidate as the framework holds it.
-        rules: the conditional orders that were asked, each with its answer, and those that the function cannot answer.
-    """
-
-    function: str
-    winner: str | None
-    error: str | None
-    candidates: tuple[CandidateReport, ...]
-    order: str
-    platform: str
-    arguments: dict[str, str]
-    member: Member | None = field(default=None, repr=False, compare=False)
-    rules: tuple[str, ...] = ()
-
-    def __getitem__(self, name: str) -> CandidateReport:
-        for candidate in self.candidates:
-            if candidate.name.casefold() == normalise(name):
-                return candidate
-        raise unknown_name('candidate', name, [c.name for c in self.candidates], f' of {self.function}')
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
-        return {
-            'function': self.function,
-            'winner': self.winner,
-            'error': self.error,
-            'order': self.order,
-            'platform': self.platform,
-            'arguments': dict(self.arguments),
-            'rules': list(self.rules),
-            'candidates': [candidate.to_dict() for candidate in self.candidates],
-        }
-
-    def __str__(self) -> str:
-        head = f'{self.function} on {self.platform}: {self.winner or "raises: " + str(self.error)} (order: {self.order})'
-        return '\n'.join([head, *self._table()])
-
-    def _table(self) -> list[str]:
-        width = max((len(c.name) for c in self.candidates), default=0)
-        lines = []
-        for c in self.candidates:
-            reason = f'{c.reason} [{c.source}]' if c.reason else f'[{c.source}]'
-            notes = f' ({"; ".join(c.notes)})' if c.notes else ''
-            lines.append(f'  {c.name:<{width}}  {c.verdict:<11}  {reason}{notes}')
-        return lines + [f'  {rule}' for rule in self.rules]
-
-    def error_text(self) -> str:
-        """The message of NoBackendError: every candidate with its reason, the arguments, and what to do."""
-        arguments = ', '.join(f'{name}: {text}' for name, text in self.arguments.items())
-        return with_conflict(
-            '\n'.join(
-                [
-                    f'{self.function}: {self.error or "no candidate accepts the call"}',
-                    *self._table(),
-                    f'  arguments: {arguments}',
-                    f'  {self._advice()}',
-                ]
-            )
-        )
-
-    def _advice(self) -> str:
-        verdicts = {c.verdict for c in self.candidates}
-        advice = []
-        if 'excluded' in verdicts:
-            advice.append('relax the policy named in brackets')
-        if 'disabled' in verdicts:
-            advice.append('switch a disabled backend on')
-        if 'unavailable' in verdicts:
-            advice.append('install what is missing or move the tensors to a device that is supported')
-        if 'rejected' in verdicts:
-            advice.append('change the argument that a candidate names')
-        if 'open' in verdicts:
-            advice.append('wait for a circuit to close, or reset() its breaker()')
-        return f'What to do: {", or ".join(advice) or "register a backend for this operation"}.'
 
 
 class _Collector:
@@ -237,23 +109,23 @@ def _words(case: Conditional) -> str:
     return f'{case.order.source}{when} → {", ".join(case.order.tokens)}'
 
 
-def _unfit(entry: Entry, policy: ResolvedPolicy) -> list[str]:
+def _unfit(entry: LiveFunction, policy: ResolvedPolicy) -> list[str]:
     """The rules that are not for this function, which has no such candidate or parameter."""
-    problems = [(case, unfit(case, entry.signature, entry.members())) for case in policy.cases]
+    problems = [(case, unfit(case, entry.spec.signature, entry.members())) for case in policy.cases]
     return [f'{_words(case)}: {problem}' for case, problem in problems if problem is not None]
 
 
-def explain_entry(
-    entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], platform: Any, state: State | None = None
+def decide(
+    entry: LiveFunction, args: tuple[Any, ...], kwargs: dict[str, Any], platform: Any, state: State | None = None
 ) -> Decision:
     """`explain` for an entry point, under another state than the one in force where one is given."""
-    bound = entry.signature.signature.bind(*args, **kwargs)
+    bound = entry.spec.signature.signature.bind(*args, **kwargs)
     if entry.dispatcher.baseline:
         return _baseline(entry, bound.arguments)
-    entry.dispatcher.discovery.load(entry.operation)
-    entry.dispatcher.check_environment_once()
+    entry.dispatcher.discovery.load(entry.spec.operation)
+    entry.dispatcher.policies.check_environment_once()
     policy = entry.policy(entry.state() if state is None else state)
-    facts = entry._facts(policy)
+    facts = entry.facts(policy)
     assumed: set[int] = set()
     if platform is None:
         where = _platform_of_call(entry, bound.arguments)
@@ -263,7 +135,7 @@ def explain_entry(
         facts = _facts_elsewhere(facts, device, assumed)
         args, kwargs = _as_if_on(bound, where)
     pretended = None if platform is None else where
-    plan = build(entry.signature, entry.members(), policy, [where], facts)
+    plan = build(entry.spec.signature, entry.members(), policy, [where], facts)
     where = where if plan.by_platform else ANY
     chain = plan.chains[where]
     collector = _Collector(chain, policy.order_source, plan.cases.get(where, ()))
@@ -274,12 +146,12 @@ def explain_entry(
 
 
 # in eager, from a frame that Dynamo gave up on, it would trace all of this
-never_a_frame(explain_entry, callees=True)
+never_a_frame(decide, callees=True)
 
 
-def _baseline(entry: Entry, arguments: dict[str, Any]) -> Decision:
+def _baseline(entry: LiveFunction, arguments: dict[str, Any]) -> Decision:
     """Nothing is dispatched: the undecorated function runs, whatever it is given."""
-    entry.dispatcher.discovery.load(entry.operation)
+    entry.dispatcher.discovery.load(entry.spec.operation)
     variable = entry.dispatcher.environment.name('DISABLE_BACKEND_DISPATCH')
     out = 'excluded', f'{variable} was set at import, so that nothing is dispatched', variable
     members = sorted(entry.members(), key=lambda member: member.backend.kind != 'default')
@@ -290,27 +162,27 @@ def _baseline(entry: Entry, arguments: dict[str, Any]) -> Decision:
 
 
 def _run(
-    entry: Entry, plan: Any, platform: str, collector: _Collector, args: Any, kwargs: Any, pretended: str | None
+    entry: LiveFunction, plan: Any, platform: str, collector: _Collector, args: Any, kwargs: Any, pretended: str | None
 ) -> None:
-    generator = Explain(entry.signature, plan, 'e')
+    generator = Explain(entry.spec.signature, plan, 'e')
     generator.only = platform
     if pretended not in (None, NO_TENSOR):  # fake tensors may have to be on another device than the one they stand for
         generator.device_type = 'cuda' if pretended == 'rocm' else pretended
-    source = source_of(generator, entry.name, check_source(entry, plan.policy), first='_d_c')
-    namespace = {**entry._namespace, **generator.w.bindings, '_d_refusal': partial(_refusal, entry)}
+    source = source_of(generator, entry.spec.name, check_source(entry.spec, plan.policy), first='_d_c')
+    namespace = {**entry.globals, **generator.w.bindings, '_d_refusal': partial(_refusal, entry)}
     if pretended is not None:
         namespace['_d_platform'] = partial(_platform_if, pretended)
         namespace['_d_refusal'] = lambda backend: None  # what failed, failed on this machine
     made: dict[str, Any] = {}
-    exec(compile(source, f'<fla dispatch {entry.key} explain>', 'exec'), namespace, made)
-    function: types.FunctionType = made[entry.name]
-    positional, function.__kwdefaults__ = entry.signature.defaults()
+    exec(compile(source, f'<fla dispatch {entry.spec.key} explain>', 'exec'), namespace, made)
+    function: types.FunctionType = made[entry.spec.name]
+    positional, function.__kwdefaults__ = entry.spec.signature.defaults()
     function.__defaults__ = positional
     function(collector, *args, **kwargs)
 
 
-def _refusal(entry: Entry, backend: str) -> str | None:
-    return entry.dispatcher.breakers.of(entry.key, backend).refusal()
+def _refusal(entry: LiveFunction, backend: str) -> str | None:
+    return entry.dispatcher.breakers.of(entry.spec.key, backend).refusal()
 
 
 def _platform_if(pretended: str, value: Any) -> str:
@@ -320,13 +192,13 @@ def _platform_if(pretended: str, value: Any) -> str:
     return tensors.platform_of(value)
 
 
-def _platform_of_call(entry: Entry, arguments: dict[str, Any]) -> str:
-    values = [arguments.get(name) for name in entry.signature.tensors]
+def _platform_of_call(entry: LiveFunction, arguments: dict[str, Any]) -> str:
+    values = [arguments.get(name) for name in entry.spec.signature.tensors]
     return tensors.platform_of(tensors.first_tensor(values))
 
 
 def _decision(
-    entry: Entry,
+    entry: LiveFunction,
     collector: _Collector,
     platform: str,
     arguments: dict[str, Any],
@@ -344,19 +216,19 @@ def _decision(
         notes = []
         if not backend.verified:
             notes.append('unverified: never run against its real package')
-        if c.member.untraceable and verdict in _CAN_RUN:
+        if c.member.untraceable and verdict in CAN_RUN:
             notes.append(f'skipped in compiled code: {c.member.untraceable}')
         if id(backend) in assumed:
             notes.append('assumed to be installed')
-        circuit = breakers.of(entry.key, c.member.name).note() if breakers and verdict in _CAN_RUN else None
+        circuit = breakers.of(entry.spec.key, c.member.name).note() if breakers and verdict in CAN_RUN else None
         if circuit is not None:
             notes.append(circuit)
         if c.boosts:
             notes.append(f'priority {", ".join(c.boosts)}')
         if c.overridden:
             notes.append(f'forced by {order} although {c.overridden}')
-        if verdict in _CAN_RUN:
-            notes.extend(backend.explain_notes(entry.name, arguments))
+        if verdict in CAN_RUN:
+            notes.extend(backend.explain_notes(entry.spec.name, arguments))
         kind = backend.kind if c.member.implementation is not None else 'vendor'
         reports.append(
             CandidateReport(
@@ -372,7 +244,7 @@ def _decision(
         )
     winner = chain[collector.winner].member if collector.winner is not None else None
     return Decision(
-        entry.key,
+        entry.spec.key,
         winner.name if winner else None,
         collector.error if winner is None else None,
         tuple(reports),
@@ -470,12 +342,10 @@ def explain(
         TypeError: if `function` is not dispatched, or the arguments do not fit it.
         Whatever the operation's own check raises for a bad call.
     """
-    from fla.backends.observe.describe import entry_of
-
     entry = entry_of(function)
     if inspect.ismethod(function):
         args = (function.__self__, *args)
-    if 'platform' in entry.signature.names:
+    if 'platform' in entry.spec.signature.names:
         # the call's own argument; such a function cannot be explained for other hardware
         kwargs, platform = ({**kwargs, 'platform': platform} if platform is not None else kwargs), None
-    return explain_entry(entry, args, kwargs, platform)
+    return decide(entry, args, kwargs, platform)

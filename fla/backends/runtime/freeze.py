@@ -12,6 +12,7 @@ import json
 import os
 import platform as python_platform
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ import torch
 from fla.backends.backend.base import format_reason
 from fla.backends.core.device_label import version_of
 from fla.backends.core.errors import ManifestMismatchError
-from fla.backends.core.locking import lock
-from fla.backends.plan.plan import ANY, build
+from fla.backends.core.tensors import ANY
+from fla.backends.plan.plan import build
 from fla.backends.policy.precedence import Layer
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
-from fla.backends.runtime.policy_stack import Frozen
+from fla.backends.runtime.situation import Frozen
 
 
 class Manifest(dict[str, Any]):
@@ -51,7 +52,7 @@ def _portable(text: str, owner: Dispatcher, layers: Iterable[Layer]) -> str:
     words: dict[str, str] = {}
     for layer in layers:
         places = {place for _, place in layer.policy.places} | {rule.place for rule in layer.policy.rules}
-        words |= dict.fromkeys(places, 'its file') | {layer.source: owner.kind_of(layer)}
+        words |= dict.fromkeys(places, 'its file') | {layer.source: owner.policies.kind_of(layer)}
     for word in sorted(filter(None, words), key=len, reverse=True):
         text = text.replace(word, words[word])
     return text
@@ -70,12 +71,12 @@ def manifest(dispatcher: Dispatcher | None = None, *, platforms: tuple[str, ...]
 def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tuple[str, ...]]) -> Manifest:
     """`platforms(key, seen)` are those that a function is answered for, given those that its calls were seen on."""
     owner.discovery.load_all()
-    state = owner.state()
+    state = owner.policies.state
     selections = {}
     packages: set[str] = set()
-    for key, entry in sorted(owner.functions().items()) if not owner.baseline else ():
+    for key, entry in sorted(owner.catalogue.functions().items()) if not owner.baseline else ():
         policy = entry.policy(state)
-        plan = build(entry.signature, entry.members(), policy, platforms(key, entry.platforms), entry._facts(policy))
+        plan = build(entry.spec.signature, entry.members(), policy, platforms(key, entry.platforms), entry.facts(policy))
         chains: dict[str, Any] = {}
         orders = list(plan.chains.items())
         for platform, cases in plan.cases.items():
@@ -100,10 +101,10 @@ def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tup
             'torch': torch.__version__,
             **{name: version_of(name) for name in ('fla-dispatch', 'triton', *sorted(packages))},
         },
-        'policy': [{'source': owner.kind_of(layer), **layer.policy.to_dict()} for layer in state.layers],
+        'policy': [{'source': owner.policies.kind_of(layer), **layer.policy.to_dict()} for layer in state.layers],
         'selections': selections,
     }
-    file = owner.policy_version()
+    file = owner.policies.now.file
     if file is not None:
         content['policy_file'] = {'file': os.path.basename(file.source), 'sha256': file.sha256}
     return Manifest({**content, 'sha256': _hash(content)})
@@ -123,29 +124,24 @@ def freeze_dispatch(dispatcher: Dispatcher | None = None, *, platforms: tuple[st
     """
     owner = owner_of(dispatcher)
     owner.discovery.load_all()
-    owner.state()
-    if owner.frozen is None:
-        backends = list(owner.backends())
+    owner.policies.now  # noqa: B018 - reads the environment
+    if owner.policies.frozen is None:
+        backends = list(owner.catalogue.backends())
         names = {name for backend in backends for name in owner.toggles.variables(backend)}
         env = tuple(sorted((name, os.environ.get(name)) for name in names))
         enabled = {backend: owner.toggles.gate(backend).is_on for backend in backends}
-        with lock:
-            owner.frozen = Frozen(owner.state().layers, env, enabled)
-            owner.push()
+        owner.control.change(lambda now: replace(now, frozen=Frozen(now.state.layers, env, enabled)))
     return manifest(owner, platforms=platforms)
 
 
 def thaw_dispatch(dispatcher: Dispatcher | None = None) -> None:
     """End `freeze_dispatch()`; does nothing if dispatch is not frozen."""
-    owner = owner_of(dispatcher)
-    with lock:
-        owner.frozen = None
-        owner.push()
+    owner_of(dispatcher).control.change(lambda now: replace(now, frozen=None))
 
 
 def is_frozen(dispatcher: Dispatcher | None = None) -> bool:
     """Whether dispatch is frozen."""
-    return owner_of(dispatcher).frozen is not None
+    return owner_of(dispatcher).policies.frozen is not None
 
 
 def require_manifest(expected: str | Path | Mapping[str, Any], dispatcher: Dispatcher | None = None) -> Manifest:

@@ -1,11 +1,11 @@
-"""What generated code reports: bugs, unmet wishes, first uses, reasons. Each message is given once."""
+"""Functions that generated code calls to report: bugs, unmet wishes, first uses, reasons. Each message is given once."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from fla.backends.backend.base import format_reason
 from fla.backends.codegen.call import Actions
@@ -13,27 +13,26 @@ from fla.backends.codegen.generator import unanswerable_text
 from fla.backends.core import logs
 from fla.backends.core.dynamo import while_tracing
 from fla.backends.core.signature import location
+from fla.backends.core.spec import FunctionSpec
 from fla.backends.fallback.breaker import Breaker
 from fla.backends.fallback.failure import exhausted, handler
 from fla.backends.plan.plan import Candidate
 from fla.backends.policy.precedence import Conditional, ResolvedPolicy
-
-if TYPE_CHECKING:
-    from fla.backends.runtime.entry import Entry
+from fla.backends.runtime.dispatcher import Dispatcher
+from fla.backends.runtime.recorders import COMPILED, OUTCOMES, begin, elapsed
 
 
 class RuntimeHooks(Actions):
-    """What generated code reports, for one entry point."""
+    """The reports of one function's code."""
 
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
+    def __init__(self, spec: FunctionSpec, dispatcher: Dispatcher) -> None:
+        self.spec, self.dispatcher = spec, dispatcher
         self.shows_reasons = logs.logger.isEnabledFor(logging.DEBUG)
 
     def _log_once(
         self, kind: str, c: Candidate, level: int, text: str, *args: object, trace: bool = False
     ) -> Callable[[], None]:
-        entry = self.entry
-        key = (kind, entry.key, c.member.name, text)
+        key = (kind, self.spec.key, c.member.name, text)
 
         def say() -> None:
             logs.once(key, level, text, *args, exc_info=trace)
@@ -46,7 +45,7 @@ class RuntimeHooks(Actions):
             c,
             logging.ERROR,
             '%s: %s of backend %r (%s) raised; the backend is skipped. This is a bug in the backend.',
-            self.entry.key,
+            self.spec.key,
             method,
             c.member.name,
             self._where(c, method),
@@ -59,7 +58,7 @@ class RuntimeHooks(Actions):
             c,
             logging.ERROR,
             '%s: %s of backend %r (%s) must return (True, None) or (False, reason) and did not; the backend is skipped.',
-            self.entry.key,
+            self.spec.key,
             method,
             c.member.name,
             self._where(c, method),
@@ -75,7 +74,7 @@ class RuntimeHooks(Actions):
             c,
             logging.WARNING,
             '%s: backend %r was asked for and does not take this call; see explain() for the reason',
-            self.entry.key,
+            self.spec.key,
             c.member.name,
         )
 
@@ -85,13 +84,12 @@ class RuntimeHooks(Actions):
             c,
             logging.WARNING,
             '%s: backend %r is skipped in compiled code: %s',
-            self.entry.key,
+            self.spec.key,
             c.member.name,
             c.member.untraceable,
         )
 
     def first_use(self, c: Candidate, platform: str) -> Callable[[], None] | None:
-        entry = self.entry
         slow = c.member.backend.kind == 'reference' and platform not in ('any', 'cpu', 'meta', 'none')
         if slow:
             return self._log_once(
@@ -99,34 +97,30 @@ class RuntimeHooks(Actions):
                 c,
                 logging.WARNING,
                 '%s: the reference (plain PyTorch) serves tensors on %s; see explain() for why',
-                entry.key,
+                self.spec.key,
                 platform,
             )
         if not logs.logger.isEnabledFor(logging.INFO):
             return None
-        return self._log_once('use', c, logging.INFO, '%s: backend %r is used', entry.key, c.member.name)
+        return self._log_once('use', c, logging.INFO, '%s: backend %r is used', self.spec.key, c.member.name)
 
     def traced(self, c: Candidate) -> Callable[[], None]:
-        entry = self.entry
+        record = self.record(c)
+        return while_tracing(lambda: record(None))
 
-        def note() -> None:
-            for running in entry.dispatcher.traces:
-                running.add(entry, c.member.name, None)
+    def record(self, c: Candidate) -> Callable[[Mapping[str, Any] | None], None]:
+        spec, control, name = self.spec, self.dispatcher.control, c.member.name
 
-        return while_tracing(note)
-
-    def record(self, c: Candidate) -> Callable[[Mapping[str, Any]], None]:
-        entry = self.entry
-
-        def note(arguments: Mapping[str, Any]) -> None:
-            for running in entry.dispatcher.traces:
-                running.add(entry, c.member.name, arguments)
+        def note(arguments: Mapping[str, Any] | None) -> None:
+            for recorder in control.now.recorders:
+                if recorder.wants_calls:
+                    recorder.call(spec, name, arguments)
 
         return note
 
     def unanswerable(self, case: Conditional) -> Callable[[], None]:
         advice = 'explain() says why; calls without x are excluded by "x is not None and"'
-        text = f'{unanswerable_text(case, self.entry.key)} and does not hold: {advice}'
+        text = f'{unanswerable_text(case, self.spec.key)} and does not hold: {advice}'
 
         def say() -> None:
             logs.warn_once(('unanswerable', text), '%s', text)
@@ -134,46 +128,48 @@ class RuntimeHooks(Actions):
         return while_tracing(say)
 
     def breaker(self, c: Candidate) -> Breaker:
-        return self.entry.dispatcher.breakers.of(self.entry.key, c.member.name)
+        return self.dispatcher.breakers.of(self.spec.key, c.member.name)
 
     def failed(self, c: Candidate, policy: ResolvedPolicy, *, is_last: bool) -> Callable[..., Any]:
-        return handler(self.entry, c, self.breaker(c), policy.breaker, last=is_last or bool(policy.require_first))
+        return handler(self.spec, c, self.breaker(c), policy.breaker, last=is_last or bool(policy.require_first))
 
     def exhausted(self) -> Callable[[Any], NoReturn]:
-        return functools.partial(exhausted, self.entry.key)
+        return functools.partial(exhausted, self.spec.key)
 
     def count(self, c: Candidate | None) -> Callable[..., None]:
-        from fla.backends.observe.telemetry import reporter
+        control, name = self.dispatcher.control, 'none' if c is None else c.member.name
+        keys = {outcome: (self.spec.key, name, outcome) for outcome in OUTCOMES}
 
-        return reporter(self.entry, 'none' if c is None else c.member.name)
+        def report(outcome: str, took: Any = None, error: BaseException | None = None) -> None:
+            for recorder in control.now.recorders:
+                if recorder.wants_outcomes:
+                    recorder.outcome(keys[outcome], took, error)
+
+        return report
 
     def count_compiled(self, c: Candidate) -> Callable[[], None]:
-        from fla.backends.observe.telemetry import COMPILED, reporter
-
-        return while_tracing(functools.partial(reporter(self.entry, c.member.name), COMPILED))
+        return while_tracing(functools.partial(self.count(c), COMPILED))
 
     def is_on_now(self, c: Candidate) -> Callable[[], bool]:
-        toggles = self.entry.dispatcher.toggles
+        toggles = self.dispatcher.toggles
         return lambda: toggles.gate(c.member.backend).is_on
 
     def clock(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        from fla.backends.observe.telemetry import begin, elapsed
-
         return begin, elapsed
 
     def reason(self, c: Candidate) -> Callable[[Any], None] | None:
         if not self.shows_reasons:
             return None
-        entry = self.entry
+        key, name = self.spec.key, c.member.name
 
         def say(reason: Any) -> None:
             text = format_reason(reason)
             logs.once(
-                ('reason', entry.key, c.member.name, text),
+                ('reason', key, name, text),
                 logging.DEBUG,
                 '%s: backend %r does not take this call: %s',
-                entry.key,
-                c.member.name,
+                key,
+                name,
                 text,
             )
 

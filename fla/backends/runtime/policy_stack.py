@@ -1,261 +1,178 @@
-"""The layers of policy of a namespace, and the state that they make: who may change which, and what is in force."""
+"""The layers of policy of a namespace. Highest first: scopes, code, environment, file, measured.
+
+A new layer is a field of `Situation`, its place in `Situation._compose`, and a verb here that changes it.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
 
-from fla.backends.backend.base import BaseBackend
 from fla.backends.core import logs
 from fla.backends.core.errors import DispatchError, FrozenError, UnknownNameError
-from fla.backends.core.locking import lock
-from fla.backends.fallback.breaker import Breakers
 from fla.backends.policy.environment import Environment
 from fla.backends.policy.policy import Policy, Rule
 from fla.backends.policy.precedence import Layer, State, refuse_if_locked
 from fla.backends.policy.toggles import Toggles
+from fla.backends.policy.version import PolicyVersion
 from fla.backends.registry.catalogue import Catalogue
+from fla.backends.runtime.recorders import Recorder
+from fla.backends.runtime.situation import Control, EnteredScope, Frozen, Situation, file_layer
 from fla.utils.env import nearest
 
-if TYPE_CHECKING:
-    from fla.backends.observe.telemetry import Observer, Telemetry
-    from fla.backends.observe.trace import Trace
-    from fla.backends.policy_files.load import Draft
-    from fla.backends.policy_files.versions import PolicyVersion
+Errors = set[tuple[int, str]]
 
 
-class Virtual:
-    """Policy scopes entered inside a region that Dynamo is tracing. A plain object: Dynamo tracks its attribute through the
-    trace, and takes the change back by itself when it restarts or gives up. Outside a trace it is always empty."""
+class Draft(Protocol):
+    """A policy file as it was read."""
 
-    def __init__(self) -> None:
-        # on the instance from the start: Dynamo would see it move there from the class
-        self.layers: tuple[tuple[Any, ...], ...] = ()
+    def version(self, unknown: Errors | None = None) -> PolicyVersion:
+        """The policy that can be put in force; raises DispatchError, with `errors`, if the file is wrong."""
 
+    def unknown(self, catalogue: Catalogue[Any]) -> Errors:
+        """(line, problem) of each unknown name."""
 
-@dataclass(frozen=True)
-class Frozen:
-    """What `freeze_dispatch()` holds fast: the policy, the toggles' values, and for each backend whether it is on."""
-
-    layers: tuple[Layer, ...]
-    env: tuple[tuple[str, str | None], ...]
-    enabled: Mapping[BaseBackend, bool]
+    def at(self, errors: Errors) -> list[str]:
+        """Errors as 'path:line: problem'."""
 
 
-def _file_layer(policy: Policy, path: str) -> Layer:
-    return Layer(policy, f'policy file {path}')
+class PolicyReader(Protocol):
+    """Reads policy files, and looks up the names in a policy. Imported when first used: it needs pydantic and YAML."""
+
+    def read(self, path: str | os.PathLike[str]) -> Draft:
+        """Raises OSError, ImportError."""
+
+    def unknown_names(self, catalogue: Catalogue[Any], fields: Mapping[str, Any]) -> Iterable[tuple[tuple[Any, ...], str]]:
+        """(place, problem) of each unknown name in the fields of a policy."""
 
 
-class PolicyStack(Catalogue):
-    """The part of a `Dispatcher` that knows who says what. Highest first: scopes, code, environment, file, measured."""
+class PolicyStack:
+    """Who says what, and what is in force.
 
-    environment: Environment
-    toggles: Toggles
-    breakers: Breakers
+    Args:
+        control: owns the situation.
+        environment: the namespace's variables.
+        toggles: the backends' variables.
+        catalogue: looks up names.
+        reader: reads policy files.
+        recorder: makes the recorder that the environment asks for.
+        changed: called outside the lock, with the reason, after a policy changed.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.virtual = Virtual()
-        self.frozen: Frozen | None = None
-        self.scopes: tuple[tuple[int, Layer, State | None], ...] = ()
-        # which thread entered a scope, by its token
-        self.holders: dict[int, int] = {}
-        self.traces: tuple[Trace, ...] = ()
-        self.telemetries: tuple[Telemetry, ...] = ()
-        self.observers: tuple[tuple[object, Observer], ...] = ()
-        self._code: Layer | None = None
-        self._file: PolicyVersion | None = None
-        self._file_versions = 0
-        # the environment's file: as it was last read, and what of it was last put in force
-        self._config_draft: Draft | None = None
-        self._config_version: PolicyVersion | None = None
-        self._config_error: str | None = None
-        self._measured: Layer | None = None
-        self._env_layers: tuple[Layer, ...] | None = None
-        self._env_checked = False
-        self._state = State()
+    def __init__(
+        self,
+        control: Control,
+        environment: Environment,
+        toggles: Toggles,
+        catalogue: Catalogue[Any],
+        *,
+        reader: Callable[[], PolicyReader],
+        recorder: Callable[[], Recorder],
+        changed: Callable[[str], None],
+    ) -> None:
+        self.control, self.environment, self.toggles, self.catalogue = control, environment, toggles, catalogue
+        self._reader, self._make_recorder, self._changed = reader, recorder, changed
+        self.environment_recorder: Recorder | None = None
+        self._draft: Draft | None = None
+        self._names_checked = False
 
-    def follow_environment(self) -> None:
-        """Record calls, or end that, as the environment says. Called under the lock."""
-        raise NotImplementedError
+    def forget(self) -> None:
+        """Read the environment again, as a fresh process does."""
+        self.environment_recorder = self._draft = None
 
-    def forget_layers(self) -> None:
-        """As in a fresh process. Called under the lock."""
-        self.frozen = None
-        self.scopes, self.holders = (), {}
-        self.traces, self.telemetries, self.observers = (), (), ()
-        self.virtual.layers = ()
-        self._code, self._env_layers = None, None
-        self._file, self._file_versions, self._measured = None, 0, None
-        self._config_draft = self._config_version = self._config_error = None
+    # -- in force ---------------------------------------------------------------------------------------------------------
 
-    # -- what is in force -----------------------------------------------------------------------------------------------
-
-    def state(self) -> State:
-        """The state in force. The environment is read on the first call."""
-        if self._env_layers is None:
+    @property
+    def now(self) -> Situation:
+        """The situation in force. The environment is read on the first call."""
+        if self.control.now.environment is None:
             self._read_environment()
-        return self._state
+        return self.control.now
+
+    @property
+    def state(self) -> State:
+        """The state that plans are made for."""
+        return self.now.state
+
+    @property
+    def frozen(self) -> Frozen | None:
+        """Set while dispatch is frozen."""
+        return self.control.now.frozen
 
     def is_strict(self, operation: str | None = None) -> bool:
         """Whether bugs raise: in an operation, or outside any."""
-        for layer in self.state().layers:
+        for layer in self.state.layers:
             about = layer.policy.op
             concerned = about is None or (operation is not None and f'{about}.'.startswith(f'{operation}.'))
             if layer.policy.strict is not None and concerned:
                 return layer.policy.strict
         return False
 
-    def _read_environment(self) -> None:
-        layers = self.environment.layers()
-        self._config_draft = self._config_error = None
-        path = self._config_path()
-        file = self._read_config(path) if path else None
-        with lock:
-            if self._env_layers is None:  # else another thread was faster
-                self._env_layers, self._env_checked = layers, False
-                if file is not None:
-                    known = self._config_version
-                    # else it says what it said, and what load_policy() has put in its place since stays
-                    if known is None or (known.sha256, known.source) != (file.sha256, file.source):
-                        self._file_versions += 1
-                        self._file = self._config_version = replace(file, version=self._file_versions)
-                elif not path and self._config_version is not None:  # the variable that named it is gone
-                    self._file = None if self._file is self._config_version else self._file
-                    self._config_version = None
-                self.follow_environment()
-                self.push()
-
-    def _config_path(self) -> str:
-        return (self.environment.text('DISPATCH_CONFIG') or '').strip()
-
-    def _config_problems(self) -> list[str]:
-        path = self._config_path()
-        if not path:
-            return []
-        from fla.backends.policy_files.load import PolicyFileError
-
-        try:
-            self.read_policy_version(path)
-        except PolicyFileError as error:
-            return list(error.errors)
-        except (OSError, ImportError) as error:
-            return [f'{self.environment.name("DISPATCH_CONFIG")}={path!r}: {error}']
-        return []
-
-    def _read_config(self, path: str) -> PolicyVersion | None:
-        """The file that the environment names. One that cannot be used is an error in the log; if strict, every call raises
-        it. Its names are looked up with those of the other variables, when plugins are loaded."""
-        from fla.backends.policy_files import load
-
-        try:
-            self._config_draft = load.read(path)
-            return self._config_draft.version()
-        except (load.PolicyFileError, OSError, ImportError) as error:
-            known = self._file
-            now = 'left out' if known is None else f'left out, {known.source} as it was read before is in force still'
-            text = f'{self.environment.name("DISPATCH_CONFIG")}={path!r} is {now}: {error}'
-            self._config_error = text
-            if not self.environment.boolean('STRICT'):  # else the next call raises it
-                logs.once(('policy file', text), logging.ERROR, '%s', text)
-            return None
-
-    def _compose(self) -> State:
-        pinned = next((state for _, _, state in reversed(self.scopes) if state is not None), None)
-        if pinned is not None:
-            return State(pinned.layers, bool(self.traces), pinned.env, self._telemetry())
-        if self.frozen is not None:  # what was in force then, also where a scope has ended since
-            return State(self.frozen.layers, bool(self.traces), self.frozen.env, self._telemetry())
-        layers = [layer for _, layer, _ in reversed(self.scopes)]
-        if self._code is not None:
-            layers.append(self._code)
-        return State((*layers, *self._below_code()), bool(self.traces), telemetry=self._telemetry())
-
-    def _below_code(self) -> tuple[Layer, ...]:
-        file = None if self._file is None else _file_layer(self._file.policy, self._file.source)
-        return (*(self._env_layers or ()), *(layer for layer in (file, self._measured) if layer is not None))
-
-    def _telemetry(self) -> str:
-        if any(running.timing for running in self.telemetries):
-            return 'time'
-        return 'count' if self.telemetries or self.observers else ''
-
-    def state_with_file(self, policy: Policy | None, name: str = '') -> State:
-        """The state in force, with another policy in the place of the file's; None for no file."""
-        now, file = self.state(), self._file
-        source = '' if file is None else _file_layer(file.policy, file.source).source
-        layers = [layer for layer in now.layers if file is None or layer.policy is not file.policy or layer.source != source]
-        below = [layer for layer in layers if layer is self._measured]
-        above = [layer for layer in layers if layer is not self._measured]
-        own = [] if policy is None else [_file_layer(policy, name)]
-        return replace(now, layers=(*above, *own, *below))
-
-    def state_without_measured(self) -> State:
-        """The state in force but for what was measured."""
-        now = self.state()
-        return replace(now, layers=tuple(layer for layer in now.layers if layer is not self._measured))
-
-    def layers(self) -> tuple[Layer, ...]:
-        """The layers in force, highest first, with their sources."""
-        return self.state().layers
-
     def kind_of(self, layer: Layer) -> str:
-        """Which layer it is, without the place where it was written."""
-        if layer is self._measured:
+        """The name of a layer, without the place where it was written."""
+        now = self.control.now
+        if layer is now.measured:
             return 'measured'
-        if self._file is not None and layer.source == _file_layer(self._file.policy, self._file.source).source:
+        if now.file is not None and layer.source == file_layer(now.file.policy, now.file.source).source:
             return 'policy file'
         return re.sub(r' at .+:\d+$', '', layer.source, flags=re.DOTALL)
 
-    def push(self) -> None:
-        """Give every entry point the code for the state that is now in force."""
-        with lock:
-            self._state = self._compose()
-            for entry in self._entries:
-                entry.install(self._state)
-
-    def push_scope(self, token: int, layer: Layer, pinned: State | None = None) -> None:
-        """Enter a scope."""
-        self.state()
-        with lock:
-            self.scopes = (*self.scopes, (token, layer, pinned))
-            self.push()
-
-    def pop_scope(self, token: int) -> None:
-        """Leave a scope, whichever others were entered since."""
-        with lock:
-            self.scopes = tuple(scope for scope in self.scopes if scope[0] != token)
-            self.push()
-
     def refuse_in_baseline(self, what: str) -> None:
-        """Raise DispatchError where nothing is dispatched, for what promises that something runs."""
-        if self.baseline:
+        """Raises DispatchError in a baseline process, for a call that promises that a backend runs."""
+        if self.catalogue.baseline:
             raise DispatchError(f'{what}: {self._baseline_text()}; unset it')
 
     def warn_in_baseline(self, what: str) -> None:
-        """One WARNING where nothing is dispatched, for what can change nothing then."""
-        if self.baseline:
+        """Warns once in a baseline process about a call that has no effect there."""
+        if self.catalogue.baseline:
             logs.warn_once(('baseline', what), '%s has no effect: %s', what, self._baseline_text())
 
     def _baseline_text(self) -> str:
         return f'{self.environment.name("DISABLE_BACKEND_DISPATCH")} was set at import, so that nothing is dispatched'
 
     def refuse_if_frozen(self, what: str) -> None:
-        """Raise FrozenError while frozen, except for what a lazy load does."""
-        if self.frozen is not None and not self.discovery.is_loading():
+        """Raises FrozenError while dispatch is frozen, except for what a lazy load does."""
+        if self.frozen is not None and not self.catalogue.discovery.is_loading():
             raise FrozenError(f'cannot {what} while dispatch is frozen; call thaw_dispatch() first')
 
-    # -- code -----------------------------------------------------------------------------------------------------------
+    # -- scopes -----------------------------------------------------------------------------------------------------------
+
+    def push_scope(self, token: int, layer: Layer, pinned: State | None = None, *, verb: str | None = None) -> None:
+        """Enter a scope.
+
+        Args:
+            pinned: a state that replaces all layers.
+            verb: what the user called, for a warning if another thread holds a scope; None: no warning, and the scope
+                belongs to no thread.
+        """
+        thread = threading.get_ident() if verb is not None else None
+        others = [s.thread for s in self.now.scopes if s.thread not in (None, thread)]
+        if verb is not None and others:
+            logs.warn_once(
+                ('scope threads',),
+                '%s is entered while another thread holds a scope. Scopes are process-wide: bind() what must '
+                'differ between threads.',
+                verb,
+            )
+        entered = EnteredScope(token, layer, pinned, thread)
+        self.control.change(lambda now: replace(now, scopes=(*now.scopes, entered)))
+
+    def pop_scope(self, token: int) -> None:
+        """Leave a scope, whichever others were entered since."""
+        self.control.change(lambda now: replace(now, scopes=tuple(s for s in now.scopes if s.token != token)))
+
+    # -- code -------------------------------------------------------------------------------------------------------------
 
     def set_policy(self, policy: Policy) -> Policy | None:
         """Set the policy of the code layer, for the whole process; returns the one it replaces.
 
         Raises:
-            UnknownNameError: for an operation or backend that nobody knows.
+            UnknownNameError: for an unknown operation or backend.
             DispatchError: for another order of a function that the policy file locks.
             FrozenError: while dispatch is frozen.
         """
@@ -266,200 +183,247 @@ class PolicyStack(Catalogue):
             self.refuse_in_baseline('set_policy()')
         self.warn_in_baseline('set_policy()')
         self.check_policy(policy)
-        self.state()
-        refuse_if_locked(policy, self._below_code(), of_call=False)
-        with lock:
-            old, self._code = self._code, Layer(policy, 'set_policy()')
-            self.push()
-        self.policy_changed()
-        return old.policy if old else None
+        refuse_if_locked(policy, self.now.below_code, of_call=False)
+        old = self.get_policy()
+        self._set_code(Layer(policy, 'set_policy()'))
+        return old
 
     def get_policy(self) -> Policy | None:
         """The policy of the code layer, None if none is set."""
-        return self._code.policy if self._code else None
+        code = self.control.now.code
+        return code.policy if code else None
 
     def reset_policy(self) -> None:
-        """Take the policy of the code layer away."""
+        """Remove the policy of the code layer."""
         self.refuse_if_frozen('reset the policy')
-        with lock:
-            self._code = None
-            self.push()
+        self._set_code(None)
+
+    def _set_code(self, code: Layer | None) -> None:
+        self.control.change(lambda now: replace(now, code=code))
         self.policy_changed()
+
+    def policy_changed(self) -> None:
+        """Failures under another policy say nothing under this one. Never called under the lock."""
+        self._changed('the policy changed')
 
     def check_scope(self, policy: Policy) -> None:
         """`check_policy`, for a scope that is about to be entered."""
-        refuse_if_locked(policy, self.state().layers, of_call=True)
+        refuse_if_locked(policy, self.state.layers, of_call=True)
         self.check_policy(policy)
 
     def check_policy(self, policy: Policy) -> None:
-        """Raise UnknownNameError for operations, functions, backends and parameters that nobody knows."""
+        """Raises UnknownNameError for unknown operations, functions, backends and parameters."""
+        catalogue = self.catalogue
         if policy.op:
-            self.check_operation(policy.op)
+            catalogue.check_operation(policy.op)
         for name, tokens in (*policy.order, *policy.lock):
-            self.check_operation(name)
-            self.check_tokens(tokens, name)
-        self.check_tokens((*policy.use, *policy.prefer, *(policy.allow or ()), *policy.deny), policy.op)
+            catalogue.check_operation(name)
+            catalogue.check_tokens(tokens, name)
+        catalogue.check_tokens((*policy.use, *policy.prefer, *(policy.allow or ()), *policy.deny), policy.op)
         if policy.rules or policy.boost:
-            from fla.backends.policy_files import names
-
-            said = []
+            problems = []
             fields = policy.to_dict()
-            for at, text in names.problems(self, {name: fields.get(name) for name in ('rules', 'boost')}):
+            named = {name: fields.get(name) for name in ('rules', 'boost')}
+            for at, text in self._reader().unknown_names(catalogue, named):
                 rule = policy.rules[at[1]] if at[0] == 'rules' else None
-                said.append(f'{"boost" if rule is None else rule.place or f"rules[{at[1]}]"}: {text}')
-            if said:
-                raise UnknownNameError('; '.join(said))
+                problems.append(f'{"boost" if rule is None else rule.place or f"rules[{at[1]}]"}: {text}')
+            if problems:
+                raise UnknownNameError('; '.join(problems))
 
-    # -- the file, and what was measured --------------------------------------------------------------------------------
+    # -- the file, and measured choices -----------------------------------------------------------------------------------
 
-    def read_policy_version(self, path: str | os.PathLike[str]) -> PolicyVersion:
-        """Read a policy file, once, and check it. Changes nothing.
+    def set_file(self, made: PolicyVersion) -> PolicyVersion:
+        """Put a policy that was read in force as the file layer, in place of the former one.
 
-        Raises:
-            PolicyFileError: lists every error with its line.
-            OSError: if the file cannot be read.
-        """
-        from fla.backends.policy_files import load
-
-        draft = load.read(path)
-        return draft.version(draft.unknown(self))
-
-    def read_policy(self, path: str | os.PathLike[str]) -> Policy:
-        """What a policy file says. Arguments and errors as for `read_policy_version`."""
-        return self.read_policy_version(path).policy
-
-    def load_policy(self, path: str | os.PathLike[str]) -> PolicyVersion:
-        """Put a policy file in force as the file layer, in the place of the former one. Errors change nothing.
+        Returns:
+            The version, numbered anew unless it has been in force before.
 
         Raises:
-            PolicyFileError: lists every error with its line.
-            OSError: if the file cannot be read.
             FrozenError: while dispatch is frozen.
         """
-        self.refuse_if_frozen('load a policy file')
-        return self.set_file_policy(self.read_policy_version(path))
-
-    def set_file_policy(self, made: PolicyVersion) -> PolicyVersion:
-        """Put what was read in force. It gets the next number, unless it has been in force before."""
-        made, is_other = self.swap_file_policy(made)
-        if is_other:
+        made, differs = self.swap_file(made)
+        if differs:
             self.policy_changed()
         return made
 
-    def swap_file_policy(self, made: PolicyVersion) -> tuple[PolicyVersion, bool]:
-        """`set_file_policy` without what follows: the version, and whether `policy_changed()` is to be called. That calls
-        listeners, which is for whoever holds no lock."""
+    def swap_file(self, made: PolicyVersion) -> tuple[PolicyVersion, bool]:
+        """`set_file` without its notifications: the version, and whether `policy_changed()` is due, which a caller that
+        holds a lock leaves for later."""
         self.refuse_if_frozen('change the file layer')
         self.warn_in_baseline('a policy file')
-        self.state()
-        with lock:
+        former = self.now.file
+
+        def put(now: Situation) -> Situation:
+            config, number = now.config, now.file_versions
+            version = made
             if not made.version:
-                self._file_versions += 1
-                made = replace(made, version=self._file_versions)
-                config = self._config_version
+                number += 1
+                version = replace(made, version=number)
                 if config is not None and os.path.abspath(config.source) == os.path.abspath(made.source):
-                    self._config_version = made  # so that refresh() does not take it for news after a rollback()
-            before, self._file = self._file, made
-            self._config_error = None  # there is a file that can be used
-            self.push()
-        return made, before is None or before.policy != made.policy
+                    config = version  # so that refresh() does not put it in force again after a rollback()
+            return replace(now, file=version, file_versions=number, config=config, config_error=None)
 
-    def policy_changed(self) -> None:
-        """What has failed under another policy says nothing under this one."""
-        self.breakers.clear('the policy changed')
+        put_in_force = self.control.change(put).file
+        assert put_in_force is not None
+        return put_in_force, former is None or former.policy != made.policy
 
-    def unload_policy(self) -> None:
-        """Take the file layer away. `refresh()` reads the file that the environment names again."""
+    def unload_file(self) -> None:
+        """Remove the file layer. `refresh()` reads the file that the environment names again."""
         self.refuse_if_frozen('unload the policy file')
-        self.state()
-        with lock:
-            self._file = self._config_version = self._config_error = None
-            self.push()
+        self.control.change(lambda now: replace(now, file=None, config=None, config_error=None))
         self.policy_changed()
 
-    def try_policy(self, policy: Policy, source: str) -> None:
-        """Plan the functions in use as if `policy` were the file layer. Changes nothing.
-
-        Raises:
-            DispatchError: for a function that no backend would be left for.
-        """
-        from fla.backends.policy_files.trial import require_backends
-
-        require_backends(self, self.state_with_file(policy, source), source)
-
-    def policy_version(self) -> PolicyVersion | None:
-        """The version of the file layer in force, None if there is none."""
-        self.state()
-        return self._file
+    def state_with_file(self, policy: Policy | None, name: str = '') -> State:
+        """The state in force with another policy in place of the file's; None for no file."""
+        now = self.now
+        source = '' if now.file is None else file_layer(now.file.policy, now.file.source).source
+        old = now.file
+        layers = [
+            layer for layer in now.state.layers if old is None or layer.policy is not old.policy or layer.source != source
+        ]
+        below = [layer for layer in layers if layer is now.measured]
+        above = [layer for layer in layers if layer is not now.measured]
+        own = [] if policy is None else [file_layer(policy, name)]
+        return replace(now.state, layers=(*above, *own, *below))
 
     def set_measured(self, policy: Policy | None, source: str = '') -> None:
-        """Set or take away the lowest layer, which is what was measured (see `measure`)."""
+        """Set or remove the lowest layer: measured choices (see `measure`)."""
         self.refuse_if_frozen('change what was measured')
         if policy is not None:
             self.warn_in_baseline('what was measured')
-        self.state()
-        with lock:
-            self._measured = Layer(policy, source) if policy is not None else None
-            self.push()
+        layer = Layer(policy, source) if policy is not None else None
+        self.control.change(lambda now: replace(now, measured=layer))
 
     def measured_rules(self) -> tuple[Rule, ...]:
-        """What was measured, as rules for one function each."""
-        return self._measured.policy.rules if self._measured is not None else ()
+        """The measured choices, as rules for one function each."""
+        measured = self.control.now.measured
+        return measured.policy.rules if measured is not None else ()
 
-    # -- names in the environment ---------------------------------------------------------------------------------------
+    def state_without_measured(self) -> State:
+        """The state in force without the measured layer."""
+        now = self.now
+        return replace(now.state, layers=tuple(layer for layer in now.state.layers if layer is not now.measured))
+
+    # -- the environment --------------------------------------------------------------------------------------------------
+
+    def _read_environment(self) -> None:
+        layers = self.environment.layers()
+        path = self._config_path()
+        file, error = self._read_config(path) if path else (None, None)
+        running, wanted = self.environment_recorder, self.environment.tracing
+        if wanted and running not in self.control.now.recorders:
+            self.environment_recorder = self._make_recorder()
+
+        def read(now: Situation) -> Situation:
+            if now.environment is not None:  # another thread was faster
+                return now
+            recorders = tuple(r for r in now.recorders if r is not running or wanted)
+            own = self.environment_recorder
+            if wanted and own is not None and own not in recorders:
+                recorders = (*recorders, own)
+            made = replace(now, environment=layers, config_error=error, recorders=recorders)
+            known = now.config
+            if file is not None and (known is None or (known.sha256, known.source) != (file.sha256, file.source)):
+                version = replace(file, version=now.file_versions + 1)
+                return replace(made, file=version, config=version, file_versions=version.version)
+            if file is None and not path and known is not None:  # the variable that named it is unset now
+                return replace(made, file=None if now.file is known else now.file, config=None)
+            return made
+
+        self._names_checked = False
+        self.control.change(read)
+
+    def forget_environment(self) -> None:
+        """Read the variables again when they are next needed."""
+        self.control.change(lambda now: replace(now, environment=None))
+
+    def _config_path(self) -> str:
+        return (self.environment.text('DISPATCH_CONFIG') or '').strip()
+
+    def _read_config(self, path: str) -> tuple[PolicyVersion | None, str | None]:
+        """The file named by the environment, and why it cannot be used. Such an error is logged; under strict every call
+        raises it. Names in the file are looked up with those in the variables, when plugins are loaded."""
+        self._draft = None
+        try:
+            self._draft = self._reader().read(path)
+            return self._draft.version(), None
+        except (DispatchError, OSError, ImportError) as error:
+            known = self.control.now.file
+            instead = 'left out' if known is None else f'left out, {known.source} as it was read before is in force still'
+            text = f'{self.environment.name("DISPATCH_CONFIG")}={path!r} is {instead}: {error}'
+            if not self.environment.boolean('STRICT'):  # else the next call raises it
+                logs.once(('policy file', text), logging.ERROR, '%s', text)
+            return None, text
 
     def check_environment_once(self) -> None:
         """`check_environment`, the first time since the environment was read."""
-        if not self._env_checked and not self.discovery.is_loading():
-            self._env_checked = True
+        if not self._names_checked and not self.catalogue.discovery.is_loading():
+            self._names_checked = True
             try:
                 self.check_environment()
             except BaseException:
-                self._env_checked = False  # strict: the next call is no better
+                self._names_checked = False  # under strict the next call raises, too
                 raise
 
     def check_environment(self) -> None:
-        """Warn of names in the environment that nobody knows. Run after the first plan, when plugins are loaded.
+        """Warn about unknown names in the environment. Runs after the first plan, when plugins are loaded.
 
         Raises:
-            DispatchError: if strict, for these and for a policy file that cannot be used.
+            DispatchError: under strict, for these and for a policy file that cannot be used.
         """
-        if self._config_error is not None and self.is_strict():
-            raise DispatchError(self._config_error)
-        for source, problem in self._unknown_in_environment():
+        error = self.control.now.config_error
+        if error is not None and self.is_strict():
+            raise DispatchError(error)
+        for source, problem in self._unknown_in_variables():
             text = f'{source}: {problem}'
             if self.is_strict():
                 raise UnknownNameError(text)
             logs.warn_once(('environment', text), '%s', text)
-        draft = self._config_draft
+        draft = self._draft
         if draft is not None:
             name = self.environment.name('DISPATCH_CONFIG')
-            unknown_there = draft.at(draft.unknown(self))
-            if unknown_there and self.is_strict():
-                raise UnknownNameError(f'{name}: ' + '\n'.join(unknown_there))
-            for problem in unknown_there:
+            unknown = draft.at(draft.unknown(self.catalogue))
+            if unknown and self.is_strict():
+                raise UnknownNameError(f'{name}: ' + '\n'.join(unknown))
+            for problem in unknown:
                 logs.warn_once(('environment', name, problem), '%s: %s', name, problem)
-        toggles = {name for backend in self.backends() for name in self.toggles.variables(backend)}
-        self.environment.warn_unknown(toggles, self.discovery.variables_in_sources)
+        self.environment.warn_unknown(self._toggle_names, self.catalogue.discovery.load_all)
 
-    def _unknown_in_environment(self) -> Iterator[tuple[str, str]]:
-        """Names in the variables that nobody knows: (variable, what to say)."""
-        for layer in self._env_layers or ():
+    def _toggle_names(self) -> set[str]:
+        return {name for backend in self.catalogue.backends() for name in self.toggles.variables(backend)}
+
+    def _unknown_in_variables(self) -> Iterator[tuple[str, str]]:
+        """(variable, problem) of each unknown name."""
+        catalogue = self.catalogue
+        for layer in self.control.now.environment or ():
             for name, tokens in layer.policy.order:
                 try:
-                    self.check_operation(name)
-                    unknown = self.unknown_tokens(tokens, name)
+                    catalogue.check_operation(name)
+                    unknown = catalogue.unknown_tokens(tokens, name)
                 except Exception as error:
-                    # an operation that cannot be imported is not the business of the call that is being planned
+                    # an operation that cannot be imported must not fail the call that is being planned
                     yield layer.source, str(error)
                     continue
-                words = self._words(self.operation_of(name))
+                words = catalogue.words(name)
                 yield from ((layer.source, f'unknown backend {t!r} for {name!r}.{nearest(t, words)}') for t in unknown)
             if not layer.policy.order:
-                for token in self.unknown_tokens(layer.policy.tokens(), None):
-                    yield layer.source, f'unknown backend {token!r}.{nearest(token, self._words(None))}'
+                for token in catalogue.unknown_tokens(layer.policy.tokens(), None):
+                    yield layer.source, f'unknown backend {token!r}.{nearest(token, catalogue.words(None))}'
 
     def environment_problems(self) -> list[str]:
-        """Names that nobody knows in the variables, and all that is wrong with the file that one names. Changes nothing."""
-        self.state()
-        return [f'{source}: {problem}' for source, problem in self._unknown_in_environment()] + self._config_problems()
+        """Unknown names in the variables, and everything wrong with the file that one names. Changes nothing."""
+        self.now  # noqa: B018 - reads the environment
+        return [f'{source}: {problem}' for source, problem in self._unknown_in_variables()] + self._config_problems()
+
+    def _config_problems(self) -> list[str]:
+        path = self._config_path()
+        if not path:
+            return []
+        try:
+            draft = self._reader().read(path)
+            draft.version(draft.unknown(self.catalogue))
+        except DispatchError as error:
+            return list(getattr(error, 'errors', (str(error),)))
+        except (OSError, ImportError) as error:
+            return [f'{self.environment.name("DISPATCH_CONFIG")}={path!r}: {error}']
+        return []

@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from fla.backends.core import logs
 from fla.backends.core.dynamo import never_a_frame
-from fla.backends.fallback.breaker import BreakerSettings, as_settings
-from fla.backends.fallback.failure import ON_ERROR
+from fla.backends.policy.on_error import ON_ERROR, BreakerSettings, as_settings
 from fla.backends.policy.policy import Policy
 from fla.backends.policy.precedence import Layer
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
@@ -40,7 +37,7 @@ class Scope:
         self.entered: list[int | None] = []
 
     def __enter__(self) -> Scope:
-        virtual = self.dispatcher.virtual
+        virtual = self.dispatcher.scopes_in_trace
         if torch.compiler.is_dynamo_compiling():
             virtual.layers = (*virtual.layers, self.spec)
             self.entered.append(None)
@@ -57,24 +54,26 @@ class Scope:
             raise RuntimeError(f'{self.verb} was left without having been entered')
         token = self.entered.pop()
         if token is None:
-            virtual = self.dispatcher.virtual
+            virtual = self.dispatcher.scopes_in_trace
             virtual.layers = virtual.layers[:-1]
         else:
-            leave(self.dispatcher, token)
+            self.dispatcher.policies.pop_scope(token)
 
     def _check(self) -> Policy:
-        dispatcher, policy = self.dispatcher, Policy(*self.spec)
+        policies, policy = self.dispatcher.policies, Policy(*self.spec)
         if policy.use:
-            dispatcher.refuse_in_baseline(self.verb)
-        dispatcher.warn_in_baseline(self.verb)
-        dispatcher.refuse_if_frozen(f'enter {self.verb}')
-        dispatcher.check_scope(policy)
+            policies.refuse_in_baseline(self.verb)
+        policies.warn_in_baseline(self.verb)
+        policies.refuse_if_frozen(f'enter {self.verb}')
+        policies.check_scope(policy)
         return policy
 
     def _push(self, policy: Policy) -> int:
         frame = sys._getframe(2)
         source = f'{self.verb} at {frame.f_code.co_filename}:{frame.f_lineno}'
-        return enter(self.dispatcher, self.verb, Layer(policy, source, of_call=True))
+        token = new_token()
+        self.dispatcher.policies.push_scope(token, Layer(policy, source, of_call=True), verb=self.verb)
+        return token
 
 
 # they would take themselves for a part of a compiled region
@@ -85,27 +84,6 @@ never_a_frame(Scope.__exit__)
 def new_token() -> int:
     """A number that no other scope has."""
     return next(_tokens)
-
-
-def enter(dispatcher: Dispatcher, verb: str, layer: Layer) -> int:
-    """Push a scope; returns the token that `leave` takes."""
-    token, me = new_token(), threading.get_ident()
-    if any(thread != me for thread in list(dispatcher.holders.values())):
-        logs.warn_once(
-            ('scope threads',),
-            '%s is entered while another thread holds a scope. Scopes are process-wide: bind() what must '
-            'differ between threads.',
-            verb,
-        )
-    dispatcher.holders[token] = me
-    dispatcher.push_scope(token, layer)
-    return token
-
-
-def leave(dispatcher: Dispatcher, token: int) -> None:
-    """Remove a scope, wherever it stands."""
-    dispatcher.holders.pop(token, None)
-    dispatcher.pop_scope(token)
 
 
 def _spec(

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fla.backends.core.errors import DispatchError
 from fla.backends.core.locking import lock
-from fla.backends.plan.plan import build
 from fla.backends.policy.policy import Policy
 from fla.backends.policy.precedence import Layer, State
+from fla.backends.runtime.dispatcher import Dispatcher
 
-if TYPE_CHECKING:
-    from fla.backends.runtime.entry import Entry
-
-# Functions kept in a box.
-_KEPT = 64
+# Functions that one entry point keeps.
+_MOST_FUNCTIONS = 64
 
 
 class Box:
@@ -25,11 +22,32 @@ class Box:
 
 
 class TracedScopePlans:
-    """The functions of one entry point that Dynamo finds in its `box`, by the scopes they are for."""
+    """The functions of one entry point that Dynamo finds in its `box`, by the scopes they are for.
 
-    def __init__(self, entry: Entry) -> None:
-        self.entry, self.box = entry, Box()
-        self.known: dict[tuple[Any, State, int], str] = {}
+    Args:
+        operation: whose backends serve the function.
+        make: a plan's function under a state (without the function's own policy), and its serial.
+        new_serial: a number that no plan and no function had before.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        operation: str,
+        make: Callable[[State], tuple[FunctionType, str]],
+        new_serial: Callable[[], str],
+    ) -> None:
+        self.dispatcher, self.operation, self.box = dispatcher, operation, Box()
+        self._make, self._new_serial = make, new_serial
+        self._names: dict[tuple[Any, State, int], str] = {}
+
+    def forget(self) -> None:
+        """Plan again for scopes that are entered from now on. Functions stay: a thread may be about to call one."""
+        self._names = {}
+
+    def has(self, serial: str) -> bool:
+        """Whether the plan of that serial is in use."""
+        return f'plan{serial}' in self._names.values()
 
     def select(self, layers: tuple[tuple[Any, ...], ...]) -> str:
         """The attribute of the box that holds the plan for scopes entered inside a trace, innermost last.
@@ -39,43 +57,38 @@ class TracedScopePlans:
         try:
             return self._name_for(layers)
         except DispatchError as error:
-            # raised where Dynamo expects errors of the program, which are no accidents of its own
+            # raised where Dynamo expects errors of the program, not accidents of its own
             kind, text = type(error), str(error)
 
             def fail(*args: Any, **kwargs: Any) -> Any:
                 raise kind(text)
 
-            return self._put(f'error{self.entry.serial()}', fail)
+            return self._put(f'error{self._new_serial()}', fail)
 
     def _name_for(self, layers: tuple[tuple[Any, ...], ...]) -> str:
-        entry = self.entry
-        entry.dispatcher.refuse_if_frozen('enter a scope')
-        key = layers, entry.dispatcher.state(), entry.dispatcher.generation(entry.operation)
-        known = self.known.get(key)
+        policies = self.dispatcher.policies
+        policies.refuse_if_frozen('enter a scope')
+        now = policies.now
+        key = layers, now.state, now.generation(self.operation)
+        known = self._names.get(key)
         if known is not None:
             return known
-        virtual = []
+        entered = []
         for spec in layers:
             policy = Policy(*spec)
-            entry.dispatcher.check_scope(policy)
-            virtual.append(Layer(policy, 'a scope in the compiled region', of_call=True))
-        base = key[1].above(*reversed(virtual))
-        state = base.above(entry.own) if entry.own is not None else base
-        in_force = entry.policy(state)
-        plan = build(entry.signature, entry.members(), in_force, entry.platforms, entry._facts(in_force))
-        kept = entry._generate(plan, virtual=False)
-        function = FunctionType(kept.code, entry._namespace, entry.name, *entry.signature.defaults()[:1])
-        function.__kwdefaults__ = entry.signature.defaults()[1]
-        name = self._put(f'plan{kept.serial}', function)
+            policies.check_scope(policy)
+            entered.append(Layer(policy, 'a scope in the compiled region', of_call=True))
+        function, serial = self._make(now.state.above(*reversed(entered)))
+        name = self._put(f'plan{serial}', function)
         with lock:
-            self.known = {**self.known, key: name}
+            self._names = {**self._names, key: name}
         return name
 
     def _put(self, name: str, function: Callable[..., Any]) -> str:
         with lock:
             setattr(self.box, name, function)
             # not at once with the plans: a thread may be between the name and the attribute
-            for old in list(vars(self.box))[:-_KEPT]:
+            for old in list(vars(self.box))[:-_MOST_FUNCTIONS]:
                 delattr(self.box, old)
-                self.known = {k: v for k, v in self.known.items() if v != old}
+                self._names = {k: v for k, v in self._names.items() if v != old}
         return name

@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_map
 from fla.backends.core import logs
 from fla.backends.core.device_label import device_label, drivers, version_of
 from fla.backends.core.errors import UnknownNameError
-from fla.backends.observe.describe import entry_of
 from fla.backends.policy.policy import Policy, Rule
 from fla.backends.policy.precedence import Layer
-from fla.backends.runtime.dispatcher import Dispatcher, owner_of
-from fla.backends.runtime.explain import describe_argument, explain_entry
+from fla.backends.runtime.dispatcher import Dispatcher, entry_of, owner_of
+from fla.backends.runtime.explain import describe_argument
 from fla.backends.tuning.measurements import Choice, Measured, MeasurementError, Measurements, Timing, choose, chosen, read
 from fla.backends.tuning.ranks import Ranks
 from fla.utils.devices import platform_of_type
@@ -75,8 +74,8 @@ def measure(
             raise ValueError(f'margin must be a part of the time, from 0 to below 1, got {margin!r}')
         listed = _listed(calls)
         owner = _owner(listed, dispatcher)
-        owner.refuse_in_baseline('measure()')
-        owner.refuse_if_frozen('measure')
+        owner.policies.refuse_in_baseline('measure()')
+        owner.policies.refuse_if_frozen('measure')
         return owner, listed
 
     def measured() -> Measurements:
@@ -93,14 +92,14 @@ def measure(
     policy = ranks.all_do('use what was measured', lambda: _policy(owner, made, source))
     if path is not None:
         ranks.first_does('write what was measured', lambda: made.save(path))
-    owner.set_measured(policy, source)
+    owner.policies.set_measured(policy, source)
     return made
 
 
 def _owner(calls: Sequence[functools.partial[Any]], dispatcher: Dispatcher | None) -> Dispatcher:
     """The namespace of the calls."""
     entries = [entry_of(call.func) for call in calls]
-    bound = [entry.key for entry in entries if entry.own is not None]
+    bound = [entry.spec.key for entry in entries if entry.own is not None]
     if bound:
         raise ValueError(f'calls has a binding of {bound[0]}, whose policy is its own: measure the public function')
     owners = list(dict.fromkeys(entry.dispatcher for entry in entries))
@@ -122,7 +121,7 @@ def load_measurements(path: str | os.PathLike[str], dispatcher: Dispatcher | Non
         OSError: if it cannot be read.
     """
     owner = owner_of(dispatcher)
-    owner.refuse_if_frozen('load measurements')
+    owner.policies.refuse_if_frozen('load measurements')
     found = read(path)
     platform = found.device.partition(':')[0]
     here = device_label(platform)
@@ -131,7 +130,7 @@ def load_measurements(path: str | os.PathLike[str], dispatcher: Dispatcher | Non
     others = found.other_versions(_versions(list(found.versions), platform))
     if others:
         logs.logger.warning('%s was measured with other versions: %s; measure() again', path, ', '.join(others))
-    owner.set_measured(_policy(owner, found, str(path)), str(path))
+    owner.policies.set_measured(_policy(owner, found, str(path)), str(path))
     return found
 
 
@@ -141,7 +140,7 @@ def unload_measurements(dispatcher: Dispatcher | None = None) -> None:
     Raises:
         FrozenError: while dispatch is frozen.
     """
-    owner_of(dispatcher).set_measured(None)
+    owner_of(dispatcher).policies.set_measured(None)
 
 
 def _policy(owner: Dispatcher, made: Measurements, source: str) -> Policy:
@@ -151,17 +150,17 @@ def _policy(owner: Dispatcher, made: Measurements, source: str) -> Policy:
         MeasurementError, UnknownNameError: for what does not fit the functions that are there.
         FrozenError: while dispatch is frozen.
     """
-    owner.refuse_if_frozen('change what was measured')
+    owner.policies.refuse_if_frozen('change what was measured')
     keys = {(key,) for key in made.functions}
-    rules = [rule for rule in owner.measured_rules() if rule.ops not in keys]
+    rules = [rule for rule in owner.policies.measured_rules() if rule.ops not in keys]
     for key, measured in made.functions.items():
         with _named(source):
-            entry = owner.entry(key)
+            entry = owner.catalogue.entry(key)
         for choice in measured.choices:
             rule = Rule((key,), choice.use, choice.when, place=f'{source} ({_summary(measured, choice)})')
             with _named(source):
-                owner.check_tokens(rule.use, key)
-            problems = rule.condition.problems(entry.signature) if rule.condition else []
+                owner.catalogue.check_tokens(rule.use, key)
+            problems = rule.condition.problems(entry.spec.signature) if rule.condition else []
             if problems:
                 raise MeasurementError(f'{source}: {key} when {choice.when!r}: {"; ".join(problems)}')
             rules.append(rule)
@@ -219,39 +218,43 @@ def _measure(
     for call in _shown(calls) if progress else calls:
         entry = entry_of(call.func)
         try:
-            bound = entry.signature.signature.bind(*call.args, **call.keywords)
+            bound = entry.spec.signature.signature.bind(*call.args, **call.keywords)
         except TypeError as error:
-            raise TypeError(f'a call of {entry.key}: {error}') from None
-        state = owner.state_without_measured()
+            raise TypeError(f'a call of {entry.spec.key}: {error}') from None
+        state = owner.policies.state_without_measured()
         # a backend whose circuit is open now may be the quickest when it is closed again
         state = state.above(Layer(Policy(on_error='raise'), 'measure()'))
-        decision = explain_entry(entry, call.args, call.keywords, None, state)
+        decision = entry.decide(call.args, call.keywords, None, state)
         names = [c.name for c in decision.candidates if c.can_run]
         by_name = {member.name: member.backend for member in entry.members()}
         serious = [name for name in names if by_name[name].kind != 'reference'] or names
         if not serious:
-            raise MeasurementError(f'{entry.key}: nobody serves this call, so that there is nothing to measure\n{decision}')
+            raise MeasurementError(
+                f'{entry.spec.key}: nobody serves this call, so that there is nothing to measure\n{decision}'
+            )
         packages |= {p for name in serious if (p := by_name[name].package_name)}
         bound.apply_defaults()
         device = next((x.device for x in bound.arguments.values() if isinstance(x, torch.Tensor)), torch.device('cpu'))
         if device.type == 'meta':
-            raise MeasurementError(f'{entry.key}: meta tensors hold nothing, so that there is nothing to measure')
+            raise MeasurementError(f'{entry.spec.key}: meta tensors hold nothing, so that there is nothing to measure')
         platform = platform_of_type(device.type)
         cards.add(device_label(platform, device.index))
         times = {name: _time(entry, name, bound, device, warmup, repeats) for name in serious}
         shown = {n: describe_argument(v) for n, v in bound.arguments.items() if isinstance(v, torch.Tensor)}
         timing = Timing(shown, dict(sorted(times.items(), key=lambda item: (item[1] is None, item[1]))))
         if not timing.order:
-            raise MeasurementError(f'{entry.key}: each backend that could serve this call raised (see the log): {shown}')
-        timings.setdefault(entry.key, []).append(timing)
-        told.setdefault(entry.key, []).append(_features(entry.signature, bound.arguments))
-        standing.setdefault(entry.key, []).append(tuple(serious))
+            raise MeasurementError(
+                f'{entry.spec.key}: each backend that could serve this call raised (see the log): {shown}'
+            )
+        timings.setdefault(entry.spec.key, []).append(timing)
+        told.setdefault(entry.spec.key, []).append(_features(entry.spec.signature, bound.arguments))
+        standing.setdefault(entry.spec.key, []).append(tuple(serious))
     if len(cards) > 1:
         raise MeasurementError(f'one file is for one card, the calls are on {", ".join(sorted(cards))}')
     functions = {}
     for key, of in timings.items():
         points = _joined(told[key], of, standing[key], margin)
-        signature = owner.entry(key).signature
+        signature = owner.catalogue.entry(key).spec.signature
         optional = [name for name in signature.tensors if signature.annotated and signature.is_optional_tensor(name)]
         functions[key] = Measured(choose(points, optional) if points else (), tuple(of))
     names = ['torch', 'triton', 'fla-dispatch', *drivers(platform), *sorted(packages)]
@@ -320,7 +323,7 @@ def _time(entry: Any, name: str, bound: Any, device: torch.device, warmup: int, 
             if number >= warmup:
                 times.append(elapsed)
     except Exception as error:
-        logs.logger.warning('measure: %s of %s raised %s: %s', name, entry.key, type(error).__name__, error)
+        logs.logger.warning('measure: %s of %s raised %s: %s', name, entry.spec.key, type(error).__name__, error)
         return None
     finally:
         bound.arguments.update(given)

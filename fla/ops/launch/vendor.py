@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fla.backends.backend.base import Verdict
-from fla.backends.fallback.breaker import in_capture
+from fla.backends.core.execution import in_capture
 from fla.utils.devices import Device
 
 

@@ -189,7 +189,7 @@ def test_policy_files_are_checked(toy, tmp_path, capsys, monkeypatch):
     assert f"{bad}:1: unknown backend 'mein'" in out
     assert f"{bad}:2: unknown key 'dney'" in out
     assert 'none.yaml' in out
-    assert default_dispatcher().policy_version() is None
+    assert default_dispatcher().policies.now.file is None
     monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(good))
     assert main(['validate']) == 0
     monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(bad))
@@ -233,11 +233,11 @@ def test_commands_need_dispatch(monkeypatch, capsys):
 def test_commands_look_only(toy):
     """They change neither policy nor registries, and work while dispatch is frozen."""
     set_policy(Policy(prefer=('mine',)))
-    before = default_dispatcher().layers()
+    before = default_dispatcher().policies.state.layers
     freeze_dispatch()
     try:
         for command in (['describe'], ['validate'], ['snapshot'], ['plugins'], ['env'], ['manifest']):
             assert main(command) == 0, command
     finally:
         thaw_dispatch()
-    assert default_dispatcher().layers() == before
+    assert default_dispatcher().policies.state.layers == before

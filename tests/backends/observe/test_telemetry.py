@@ -212,7 +212,7 @@ def test_times_on_the_hosts_clock(monkeypatch):
     with telemetry(timing=True) as t:
         toy.ran()  # plans
         t.clear()
-        monkeypatch.setattr(sys.modules['fla.backends.observe.telemetry'].time, 'perf_counter', lambda: next(now))
+        monkeypatch.setattr(sys.modules['fla.backends.runtime.recorders'].time, 'perf_counter', lambda: next(now))
         for _ in range(3):
             toy.ran()
     monkeypatch.undo()
@@ -264,7 +264,7 @@ def cuda_events(monkeypatch):
 
 def test_cuda_events_are_read_later_and_never_waited_for(cuda_events):
     from fla.backends import telemetry as make
-    from fla.backends.observe.telemetry import begin, elapsed
+    from fla.backends.runtime.recorders import begin, elapsed
 
     t = make(timing=True, pending=2)
     for _ in range(3):
@@ -281,12 +281,13 @@ def test_cuda_events_are_read_later_and_never_waited_for(cuda_events):
 
 def test_in_a_capture_no_event_is_made_and_none_is_read(cuda_events, monkeypatch):
     from fla.backends import telemetry as make
-    from fla.backends.observe.telemetry import begin, elapsed
+    from fla.backends.runtime.recorders import begin, elapsed
 
     t = make(timing=True)
     t.add(('op.f', 'a', 'served'), elapsed(begin(cuda_events), cuda_events))
     FakeEvent.all_passed = True
-    monkeypatch.setattr(sys.modules['fla.backends.observe.telemetry'], 'in_capture', lambda: True)
+    for room in ('observe.telemetry', 'runtime.recorders'):
+        monkeypatch.setattr(sys.modules[f'fla.backends.{room}'], 'in_capture', lambda: True)
     assert begin(cuda_events) is None
     assert elapsed(None, cuda_events) is None
     assert FakeEvent.made == 2
@@ -331,7 +332,7 @@ def test_a_clock_that_fails_does_not_leave_a_probe_behind(monkeypatch):
             def fail():
                 raise OSError('no clock')
 
-            patch.setattr(sys.modules['fla.backends.observe.telemetry'].time, 'perf_counter', fail)
+            patch.setattr(sys.modules['fla.backends.runtime.recorders'].time, 'perf_counter', fail)
             with pytest.raises(OSError, match='no clock'):
                 toy.ran()
         assert breaker(toy.f, 'a').state == 'open'

@@ -255,7 +255,7 @@ def test_the_numbers_of_a_tensor_are_not_looked_at(caplog):
     with policy_context(rules(toy, ('scale > 0', 'b'))), caplog.at_level(logging.WARNING, logger='fla'):
         assert toy.ran(SHORT, SHORT, torch.ones(())) == 'a'
     assert 'has no answer' in caplog.text
-    (problem,) = Condition('q > 0').problems(toy.f.__fla_entry__.signature)
+    (problem,) = Condition('q > 0').problems(toy.f.__fla_entry__.spec.signature)
     assert 'is a tensor' in problem
 
 

@@ -14,11 +14,13 @@ import pytest
 import fla
 from fla.backends import (
     BackendBugError,
+    BackendRegistry,
     Dispatcher,
     DispatchError,
     NoBackendError,
     UnknownNameError,
     default_dispatcher,
+    dispatch,
     explain,
     last_backend,
     plugins,
@@ -27,6 +29,7 @@ from fla.backends import (
     use_backend,
 )
 from fla.backends.core import logs
+from tests.backends.library import backend_source
 from tests.backends.toy import Q, Toy
 
 TRUE = ['1', 'true', 'TRUE', 'True', 'yes', 'Yes', 'on', 'ON', ' 1 ', '\ttrue\n']
@@ -269,7 +272,7 @@ def dispatch_trace():
     toy = Toy()
     toy.add('a')
     ran = toy.ran()
-    if not default_dispatcher().traces:
+    if not default_dispatcher().recorders:
         with pytest.raises(DispatchError, match='nothing is recorded'):
             last_backend(toy.op)
         return False, ran, 'a'
@@ -493,17 +496,40 @@ def test_known_variables_are_not_warned_about(monkeypatch, caplog):
     assert messages(caplog) == []
 
 
-def test_a_name_in_the_sources_of_an_unloaded_operation_is_known(monkeypatch, caplog, library):
+def test_toggles_of_unloaded_operations_are_known(monkeypatch, caplog, library):
     prefix = library.prefix
     library.add('foo', '')
-    library.add('bar', f'SWITCH = "{prefix}_BAR_SWITCH"')
+    library.add('bar', backend_source('a', 'registry', body=f"env_var = '{prefix}_BAR_SWITCH'"))
     monkeypatch.setenv(f'{prefix}_BAR_SWITCH', '1')
+    assert library.f('foo')() == 'default'
+    assert not messages(caplog)
+
+
+def test_an_unknown_variable_gets_the_nearest_name(monkeypatch, caplog, library):
+    prefix = library.prefix
+    library.add('foo', '')
+    library.add('bar', backend_source('a', 'registry', body=f"env_var = '{prefix}_BAR_SWITCH'"))
     monkeypatch.setenv(f'{prefix}_BAR_SWITCHH', '1')
     assert library.f('foo')() == 'default'
-    assert not library.loaded('bar')
     (warning,) = messages(caplog)
     assert warning.startswith(f'environment variable {prefix}_BAR_SWITCHH is set')
     assert f"Did you mean '{prefix}_BAR_SWITCH'?" in warning
+
+
+def test_declared_variables_are_known(monkeypatch, caplog):
+    dispatcher = Dispatcher('declares.ops', 'DECLARES', variables=('DECLARES_CACHE_DIR',))
+    BackendRegistry('op', dispatcher)
+
+    @dispatch('op', dispatcher=dispatcher)
+    def f():
+        return 'default'
+
+    monkeypatch.setenv('DECLARES_CACHE_DIR', '/somewhere')
+    monkeypatch.setenv('DECLARES_CACHE_DR', '/somewhere')
+    assert f() == 'default'
+    (warning,) = messages(caplog)
+    assert warning.startswith('environment variable DECLARES_CACHE_DR is set')
+    assert "Did you mean 'DECLARES_CACHE_DIR'?" in warning
 
 
 RETIRED = {'MYLIB_OLD_PREFER': 'MYLIB_PREFER', 'MYLIB_OLD_STRICT': 'MYLIB_STRICT', 'MYLIB_OLD_A': 'MYLIB_TOY_A'}
@@ -677,6 +703,7 @@ def test_disabled_functions_still_answer(monkeypatch):
 SCRIPT = """
 import torch
 from fla.backends import call_op, explain, resolve_op, validate
+from tests.backends.library import backend_source
 from tests.backends.toy import Q, Toy
 toy = Toy()
 toy.add('a', env_var='FLA_TOY_A')

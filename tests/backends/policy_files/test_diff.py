@@ -57,7 +57,7 @@ def test_files_take_the_place_of_the_one_in_force(tmp_path):
     assert diff_policy(one, one, calls) == []
     assert {(c.old, c.new) for c in diff_policy(one, other, calls)} == {('b', None)}
     assert {(c.old, c.new) for c in diff_policy(one, None, calls)} == {('b', 'a')}
-    assert default_dispatcher().policy_version() is version
+    assert default_dispatcher().policies.now.file is version
 
 
 def test_a_call_that_cannot_be_judged_says_so():

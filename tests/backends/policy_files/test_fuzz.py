@@ -95,7 +95,7 @@ def made_toy():
 def fuzz(path, text, toy):
     """Whether the file was put in force."""
     path.write_bytes(text.replace(b'OP', toy.op.encode()))
-    before = default_dispatcher().policy_version(), explain(toy.f, Q, Q)
+    before = default_dispatcher().policies.now.file, explain(toy.f, Q, Q)
     errors = None
     try:
         version = load_policy(path)
@@ -104,9 +104,9 @@ def fuzz(path, text, toy):
     if errors is not None:
         assert errors
         assert all(one.startswith(f'{path}:') for one in errors)
-        assert (default_dispatcher().policy_version(), explain(toy.f, Q, Q)) == before
+        assert (default_dispatcher().policies.now.file, explain(toy.f, Q, Q)) == before
         return False
-    assert default_dispatcher().policy_version() is version
+    assert default_dispatcher().policies.now.file is version
     winner = explain(toy.f, Q, Q).winner
     if winner is not None:
         assert toy.ran(Q, Q) == winner

@@ -575,15 +575,15 @@ def test_the_code_layer_may_hold_the_policy_of_the_file(write, toy):
     version = load_policy(write('deny: a'))
     set_policy(version.policy)
     dispatcher = default_dispatcher()
-    without = dispatcher.state_with_file(None)
+    without = dispatcher.policies.state_with_file(None)
     assert [layer.source for layer in without.layers] == ['set_policy()']
 
 
 def test_reset_takes_the_file_away(write, toy):
     load_policy(write('prefer: b'))
-    assert default_dispatcher().policy_version().version == 1
+    assert default_dispatcher().policies.now.file.version == 1
     reset()
-    assert default_dispatcher().policy_version() is None
+    assert default_dispatcher().policies.now.file is None
 
 
 def test_compiled_callers_follow_the_file(write, toy):

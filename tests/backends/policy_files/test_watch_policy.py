@@ -57,7 +57,7 @@ def test_a_change_reaches_the_next_call(toy, file):
         assert toy.ran(Q[:1], Q) == 'a'
     assert not watcher.running
     assert toy.ran(Q, Q) == 'b'  # the policy stays
-    default_dispatcher().unload_policy()
+    default_dispatcher().policies.unload_file()
     assert toy.ran() == 'a'
 
 
@@ -128,7 +128,7 @@ def test_reset_ends_a_watcher(toy, file):
     watcher = watch_policy(file)
     default_dispatcher().reset()
     assert not watcher.running
-    assert default_dispatcher().policy_version() is None
+    assert default_dispatcher().policies.now.file is None
 
 
 def test_calls_in_flight_finish_on_the_plan_they_began_with(file, tmp_path):

@@ -17,6 +17,7 @@ from fla.backends import (
     explain,
     prefer_backend,
     strict_mode,
+    validate,
 )
 from fla.backends.observe.describe import describe as describe_namespace
 from tests.backends.library import Library, backend_source
@@ -38,7 +39,7 @@ def test_backends_are_imported_at_the_first_call_and_never_earlier(library):
     inspect.signature(f)
     repr(f)
     repr(library.dispatcher.registry('op'))
-    library.dispatcher.functions()
+    library.dispatcher.catalogue.functions()
     assert not library.loaded('op')
     assert f() == 'a'
     assert library.loaded('op')
@@ -65,7 +66,7 @@ def test_a_question_about_backends_loads_them(library, question):
     elif question == 'describe':
         assert 'op.f' in describe_namespace(dispatcher, 'op')
     else:
-        dispatcher.validate()
+        validate(dispatcher)
     assert library.loads('op') == 1
 
 
@@ -75,7 +76,7 @@ def test_an_operation_without_a_backends_package(library, caplog):
     assert f() == 'default'
     assert list(f.backends) == ['default']
     assert not errors_of(caplog)
-    assert not library.dispatcher.validate()
+    assert not validate(library.dispatcher)
 
 
 def test_an_operation_without_any_package_but_with_a_registry(library, caplog):
@@ -119,7 +120,7 @@ def test_nested_operations(library):
     assert not library.loaded('family.other.deep')
     assert library.f('family.other.deep')() == 'b'
     dispatcher = library.dispatcher
-    assert dispatcher.entry('family.member.f').wrapper() == 'a'
+    assert dispatcher.catalogue.entry('family.member.f').wrapper() == 'a'
     with prefer_backend('default', op='family.member', dispatcher=dispatcher):
         assert library.f('family.member')() == 'default'
         assert library.f('family.other.deep')() == 'b'
@@ -132,7 +133,7 @@ def test_nested_operations_are_known_before_they_are_loaded(library):
     dispatcher = library.dispatcher
     assert dispatcher.discovery.operations() == ['family', 'family.member', 'plain']
     assert not any(name.startswith(f'{library.name}.ops.family') for name in sys.modules)
-    dispatcher.validate()
+    validate(dispatcher)
     assert library.loads('family.member') == 1
 
 
@@ -255,7 +256,7 @@ def test_a_broken_package_is_one_error_and_harms_nothing_else(library, caplog, k
     again = 1 if kind == 'ModuleNotFoundError of its own' and sys.version_info >= (3, 12) else 0
     assert library.loads('op') == (1 + again if partial else 0)
     assert list(f.backends) == (['a', 'default'] if partial else ['default'])
-    problems = library.dispatcher.validate()
+    problems = validate(library.dispatcher)
     assert any("'op'" in line and KIND.get(kind, kind) in line for line in problems)
     assert len(errors_of(caplog)) == 1
 
@@ -273,7 +274,7 @@ def test_a_broken_package_is_tried_again_by_refresh(library, caplog):
     library.dispatcher.refresh()
     assert f() == 'b'
     assert list(f.backends) == ['b', 'a', 'default']
-    assert not library.dispatcher.validate()
+    assert not validate(library.dispatcher)
     library.dispatcher.refresh()
     assert f() == 'b'
     assert library.loads('op') == 3
@@ -490,7 +491,7 @@ WHILE_LOADING = theirs()
     assert (one(), two()) == ('late_one', 'late_two')
     assert (library.loads('one'), library.loads('two')) == (1, 1)
     assert not errors_of(caplog)
-    assert not library.dispatcher.validate()
+    assert not validate(library.dispatcher)
 
 
 def test_a_thread_started_by_a_backend_module_may_call_what_is_loaded(library):

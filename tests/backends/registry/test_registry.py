@@ -994,4 +994,4 @@ def test_a_function_declared_in_two_files_warns_with_both(caplog):
     assert 'elsewhere/two.py:' in text
     BackendRegistry('registry_twice')
     assert [f(Q) for f in made] == ['elsewhere/one.py', 'elsewhere/two.py']
-    assert default_dispatcher().named('registry_twice.f') is made[1]
+    assert default_dispatcher().catalogue.named('registry_twice.f') is made[1]

@@ -414,7 +414,8 @@ def policy(layer, op):
 def inside(world):
     """The world in force, and nothing of it afterwards."""
     dispatcher = default_dispatcher()
-    before = set(dispatcher._functions), set(dispatcher.registries)
+    catalogue = dispatcher.catalogue
+    before = set(catalogue._functions), set(dispatcher.registries)
     dispatcher.reset()
     logs.logger.setLevel(logging.CRITICAL)
     toy = build(world)
@@ -429,7 +430,7 @@ def inside(world):
             yield toy
     finally:
         dispatcher.reset()
-        for known, old in zip((dispatcher._functions, dispatcher.registries), before, strict=True):
+        for known, old in zip((catalogue._functions, dispatcher.registries._known), before, strict=True):
             for name in set(known) - old:
                 del known[name]
 

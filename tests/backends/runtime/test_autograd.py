@@ -234,7 +234,7 @@ def test_checkpoint_contexts_restore_the_choice(monkeypatch):
     assert recomputed_gradient(toy, enter, **options) == 2
     assert recomputed_gradient(toy, lambda: scope.__exit__(None, None, None), **options) == 3
     assert recomputed_gradient(toy, lambda: None, **options) == 2
-    assert not default_dispatcher().scopes
+    assert not default_dispatcher().control.now.scopes
 
 
 def test_checkpoint_contexts_of_nested_checkpoints(monkeypatch):
@@ -253,7 +253,7 @@ def test_checkpoint_contexts_of_nested_checkpoints(monkeypatch):
         y.sum().backward()
     assert x.grad[0, 0].item() == 2 * (2 + 2)
     assert toy.f(torch.ones(1, 1), torch.ones(1, 1)).item() == 2
-    assert not default_dispatcher().scopes
+    assert not default_dispatcher().control.now.scopes
 
 
 def test_without_checkpoint_contexts_the_recomputation_selects_anew(monkeypatch):

@@ -355,7 +355,7 @@ def test_a_verifier_and_a_registration_under_a_scope_inside():
 def test_plans_for_scopes_inside_are_bounded():
     """Each trace must not leave another plan behind."""
     toy = two()
-    box = toy.f.__fla_entry__._boxed.box
+    box = toy.f.__fla_entry__._traced.box
     f = Compiled(toy, lambda q: inside_plain(toy, q))
     for _ in range(5):
         torch._dynamo.reset()
@@ -365,5 +365,5 @@ def test_plans_for_scopes_inside_are_bounded():
         default_dispatcher().replan()
         entry = toy.f.__fla_entry__
         toy.ran()
-        entry._boxed.select((Policy(prefer='b', op=toy.op).spec,))
+        entry._traced.select((Policy(prefer='b', op=toy.op).spec,))
         assert len(vars(box)) <= 64, number

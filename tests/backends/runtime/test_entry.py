@@ -551,7 +551,7 @@ def test_a_cell_that_runs_twice(caplog):
         made.append(scope['cell'])
         assert made[-1](Q) == f'default {version}'
     assert made[0](Q) == 'default 1'
-    assert default_dispatcher().entry('entrycell.cell').wrapper is made[1]
+    assert default_dispatcher().catalogue.entry('entrycell.cell').wrapper is made[1]
     assert not caplog.records
 
     class Backend(BaseBackend):
@@ -669,7 +669,7 @@ def test_values_of_one_plan_are_not_taken_by_another():
 def test_bound_functions_are_not_kept_alive():
     toy = with_everything()
     dispatcher = default_dispatcher()
-    before = len(dispatcher.entries())
+    before = len(dispatcher.catalogue.entries())
     for _ in range(50):
         bound = toy.f.bind('b')
         assert toy.name_of(bound(Q, Q)) == 'b'
@@ -677,7 +677,7 @@ def test_bound_functions_are_not_kept_alive():
     assert inspect.signature(bound) == inspect.signature(toy.f)
     del bound
     gc.collect()
-    assert len(dispatcher.entries()) <= before
+    assert len(dispatcher.catalogue.entries()) <= before
     toy.f.resolve(Q, Q)
     gc.collect()
     assert not [name for name in names_of(toy.f) if name.startswith('_d_direct')]

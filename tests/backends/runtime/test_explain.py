@@ -609,7 +609,7 @@ def test_reset_is_a_fresh_process(toy, monkeypatch):
     reset()
     assert not is_frozen()
     assert get_policy() is None
-    assert default_dispatcher().layers() == ()
+    assert default_dispatcher().policies.state.layers == ()
     assert toy.ran() == 'default'
     assert list(toy.f.backends) == ['default']
     with pytest.raises(DispatchError):

@@ -29,6 +29,7 @@ from fla.backends import (
     refresh,
     set_policy,
     use_backend,
+    validate,
 )
 from fla.backends.core.locking import lock
 from tests.backends.library import backend_source
@@ -94,7 +95,7 @@ def test_the_child_keeps_registry_policy_and_plans(monkeypatch):
 
     assert in_child(child) == ['c', ['a', 'b', 'c', 'default'], ['c'], 'b', 'c', 'default']
     assert toy.ran() == 'c'
-    default_dispatcher().reset_policy()
+    default_dispatcher().policies.reset_policy()
     assert toy.ran() == 'b'
     assert toy.f.__code__ is code
 
@@ -150,8 +151,8 @@ def test_scopes_of_threads_that_do_not_exist_in_the_child_are_left():
     assert toy.ran() == 'b'
     try:
         with prefer_backend('default', op=toy.op):
-            assert in_child(lambda: [toy.ran(), len(default_dispatcher().scopes)]) == ['default', 1]
-        assert in_child(lambda: [toy.ran(), len(default_dispatcher().scopes)]) == ['a', 0]
+            assert in_child(lambda: [toy.ran(), len(default_dispatcher().control.now.scopes)]) == ['default', 1]
+        assert in_child(lambda: [toy.ran(), len(default_dispatcher().control.now.scopes)]) == ['a', 0]
         assert toy.ran() == 'b'
     finally:
         leave.set()
@@ -204,7 +205,7 @@ def test_forking_while_other_threads_dispatch_and_plan():
                 with use_backend('b', op=toy.op):
                     found.append(toy.ran())
                 toy.add('new', priority=0)
-                return [first in ('a', 'b', 'guest'), *found, toy.ran(), len(default_dispatcher().scopes)]
+                return [first in ('a', 'b', 'guest'), *found, toy.ran(), len(default_dispatcher().control.now.scopes)]
 
             assert in_child(child) == [True, 'a', 'b', 'new', 0]
     finally:
@@ -283,7 +284,7 @@ def test_forking_while_another_thread_imports_a_backends_package(library, slow):
     f = library.f('op')
 
     def child():
-        return [f(), list(f.backends), library.dispatcher.discovery.is_loading(), library.dispatcher.validate()]
+        return [f(), list(f.backends), library.dispatcher.discovery.is_loading(), validate(library.dispatcher)]
 
     result, answer = fork_in_the_middle(library, f, child, began, finish)
     assert result == 'early'

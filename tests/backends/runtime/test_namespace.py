@@ -20,6 +20,7 @@ from fla.backends import (
     strict_mode,
     trace,
     use_backend,
+    validate,
 )
 from fla.backends.observe.describe import describe, snapshot
 from fla.backends.runtime.freeze import freeze_dispatch, is_frozen, thaw_dispatch
@@ -64,8 +65,8 @@ def test_two_namespaces_may_have_the_same_operation(twins):
     library.dispatcher.registry('op').unregister('a')
     library.dispatcher.registry('op').unregister('b')
     assert (theirs(), ours()) == ('default', 'b')
-    assert library.dispatcher.entry('op.f').wrapper is theirs
-    assert default_dispatcher().entry('op.f').wrapper is ours
+    assert library.dispatcher.catalogue.entry('op.f').wrapper is theirs
+    assert default_dispatcher().catalogue.entry('op.f').wrapper is ours
 
 
 @pytest.mark.parametrize(
@@ -123,18 +124,18 @@ def test_other_scopes_take_a_namespace_too(twins):
     with policy_context(Policy(prefer=('default',)), dispatcher=library.dispatcher):
         assert (theirs(), ours()) == ('default', 'a')
     with strict_mode(dispatcher=library.dispatcher):
-        assert library.dispatcher.is_strict()
-        assert not default_dispatcher().is_strict()
+        assert library.dispatcher.policies.is_strict()
+        assert not default_dispatcher().policies.is_strict()
 
 
 def test_each_namespace_has_its_own_policy(twins):
     theirs, ours, library = twins
-    library.dispatcher.set_policy(Policy(prefer=('b',)))
+    library.dispatcher.policies.set_policy(Policy(prefer=('b',)))
     assert (theirs(), ours()) == ('b', 'a')
     assert get_policy() is None
     set_policy(Policy(prefer=('default',)))
     assert (theirs(), ours()) == ('b', 'default')
-    library.dispatcher.reset_policy()
+    library.dispatcher.policies.reset_policy()
     assert (theirs(), ours()) == ('a', 'default')
 
 
@@ -198,7 +199,7 @@ def test_disabling_dispatch_of_one_namespace(library, monkeypatch):
 
 def test_each_namespace_is_reset_and_refreshed_alone(twins):
     theirs, ours, library = twins
-    library.dispatcher.set_policy(Policy(prefer=('b',)))
+    library.dispatcher.policies.set_policy(Policy(prefer=('b',)))
     set_policy(Policy(prefer=('b',)))
     library.dispatcher.reset()
     assert (theirs(), ours()) == ('a', 'b')
@@ -249,7 +250,7 @@ def test_a_namespace_whose_package_does_not_exist(caplog):
     assert dispatcher.discovery.operations() == ['op']
     registry.register(type('A', (BaseBackend,), {'backend_type': 'a', 'f': lambda self, x=None: 'a'})())
     assert f() == 'a'
-    assert not dispatcher.validate()
+    assert not validate(dispatcher)
     assert not caplog.records
 
 

@@ -546,7 +546,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest_match(toy, row):
     assert f'Did you mean {nearest}' in str(info.value)
     assert toy.ran() == 'a'  # nothing of it stays in force
     assert get_policy() is None
-    assert default_dispatcher().scopes == ()
+    assert default_dispatcher().control.now.scopes == ()
 
 
 @pytest.mark.parametrize(

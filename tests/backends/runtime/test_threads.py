@@ -201,7 +201,7 @@ def test_scopes_of_interleaved_threads_leave_nothing_behind():
     for name in ('a', 'b', 'c'):
         crew.repeat(name, lambda name=name: scope(name))
     crew.work()
-    assert default_dispatcher().scopes == ()
+    assert default_dispatcher().control.now.scopes == ()
     assert toy.ran() == 'a'
 
 

@@ -145,7 +145,7 @@ def test_the_file_is_read_edited_and_loaded(two, tmp_path):
     assert read(path) == made
     from fla.backends import default_dispatcher
 
-    default_dispatcher().set_measured(None)
+    default_dispatcher().policies.set_measured(None)
     assert two.ran(LONG, LONG) == 'short'
     load_measurements(path)
     assert two.ran(LONG, LONG) == 'long'
