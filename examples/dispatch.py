@@ -272,8 +272,7 @@ registry.register(NothingBackend())
 
 
 def overhead() -> float:
-    """Returns the time of a dispatched minus a direct call, relative to `torch.empty(0)`; the fastest of interleaved
-    bursts."""
+    """Returns dispatched minus direct time, relative to `torch.empty(0)`, each the fastest of interleaved bursts."""
     x, direct = torch.zeros(8), NothingBackend().nothing
     cases = {
         'dispatched': lambda: nothing(x),

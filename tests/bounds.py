@@ -295,8 +295,7 @@ class HalfOperands(TorchDispatchMode):
     """Rounds the operands of float32 matrix products to `dtype`; sums stay float32.
 
     Triangular systems are solved in float32, in which kernels invert them, and not by the reference's products. The gradient
-    of a chunk's whole decay sums products of a state and its gradient, which are rounded too, because kernels store both in
-    `dtype`."""
+    of a chunk's whole decay sums products of a state and its gradient, which are rounded too, as kernels store them."""
 
     _PRODUCTS: ClassVar = {torch.ops.aten.bmm: 0, torch.ops.aten.mm: 0, torch.ops.aten.baddbmm: 1}
 
@@ -329,8 +328,7 @@ class HalfOperands(TorchDispatchMode):
 
 class AlgorithmOperands(HalfOperands):
     """`HalfOperands` with the products of the algorithm: by the inverse of the triangular system and, with a gate per
-    channel, of decayed q and k. `per_channel` is an argument because with one channel shapes are those of one gate a
-    head."""
+    channel, of decayed q and k. `per_channel` is needed because with one channel the shapes are those of one gate a head."""
 
     def __init__(self, dtype: torch.dtype, per_channel: bool) -> None:
         super().__init__(dtype)

@@ -86,8 +86,7 @@ class LanguageModel(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
-        """Returns the logits, float32 `[B, T, 256]`, of the byte after each of `ids` `[B, T]`. Continues from `cache` and
-        updates it."""
+        """Returns float32 logits `[B, T, 256]` of the byte after each of `ids` `[B, T]`; continues and updates `cache`."""
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, cache)

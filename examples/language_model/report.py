@@ -90,8 +90,7 @@ def run(call: Call, backend: str, settings: Settings, exact: bool) -> tuple[list
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest relative RMS of an output and of a gradient from float64, that gradient's argument, and the bounds of
-    both."""
+    """The largest relative RMS error of an output and of a gradient, that gradient's argument, and both bounds."""
 
     outputs: float
     gradients: float = 0.0

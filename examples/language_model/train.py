@@ -59,7 +59,7 @@ def loss_of(model: LanguageModel, batch: Tensor, settings: Settings) -> Tensor:
 
 @torch.no_grad()
 def bits_per_byte(model: LanguageModel, windows: Tensor, settings: Settings) -> float:
-    """Of windows `[count, T + 1]` in which nothing is known before the first byte."""
+    """Returns the bits per byte of windows `[count, T + 1]`, each predicted without the text before it."""
     model.eval()
     parts = [float(loss_of(model, part, settings)) * len(part) for part in windows.split(settings.batch)]
     model.train()
@@ -80,8 +80,7 @@ def rate(step: int, done: float) -> float:
 
 
 def warm_up(model: LanguageModel, batch: Tensor, settings: Settings) -> str:
-    """Compiles kernels before the clock starts, and on a CPU sets the fastest number of threads. Returns a line for the
-    user.
+    """Compiles kernels and, on a CPU, sets the fastest number of threads, before the clock starts. Returns a report.
 
     The tensors are small, so that on many or busy cores threads wait for each other longer than they save."""
 

@@ -28,8 +28,7 @@ def switched_on(monkeypatch, folder, *backends):
 
 
 def unusable(monkeypatch, backend):
-    """Makes TileLang appear installed but unable to compile its smallest kernel, as without nvcc or with a newer
-    apache-tvm-ffi."""
+    """Makes TileLang appear installed but unable to compile, as without nvcc or with a newer apache-tvm-ffi."""
 
     def broken(device):
         raise ImportError('cannot import name from tvm_ffi')

@@ -274,8 +274,8 @@ class Kernel:
                 assert str(value.dtype) == f'torch.{spec.dtype}', f'{value.dtype} for {spec.dtype}'
                 assert value.is_contiguous()
                 for size, actual in zip(spec.shape, value.shape, strict=True):
-                    known = sizes.setdefault(size.name, actual) if isinstance(size, Size) else size
-                    assert known == actual, f'{getattr(size, "name", size)} is {known} and {actual}'
+                    expected = sizes.setdefault(size.name, actual) if isinstance(size, Size) else size
+                    assert expected == actual, f'{getattr(size, "name", size)} is {expected} and {actual}'
                     if isinstance(size, Size):
                         size.value = int(actual)
         for spec, value in zip(self.specs, arguments, strict=True):

@@ -136,8 +136,7 @@ def _compute_bf16() -> None:
 
 
 def _convert_floats() -> None:
-    """3.6, 3.9: conversion to bf16 truncates; conversion between bf16 and other types than float32 uses the bits as a
-    number."""
+    """3.6, 3.9: conversion to bf16 truncates; between bf16 and types other than float32 it uses the bits as a number."""
 
     def cast_impl(self, source, target):
         target = target.scalar
@@ -191,8 +190,7 @@ def _dot() -> None:
 
 
 def _atomics() -> None:
-    """3.6, 3.9: atomic_add of bf16 fails ('unsupported data type'). The fix adds lane by lane, as lanes may share an
-    address."""
+    """3.6, 3.9: atomic_add of bf16 fails ('unsupported data type'). Lanes are added one by one: they may share addresses."""
     stock = InterpreterBuilder.create_atomic_rmw
 
     def create_atomic_rmw(self, operation, pointer, value, mask, *rest):

@@ -129,11 +129,11 @@ class _Server:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         while True:
             try:
-                asked = self.connection.recv()
+                wanted = self.connection.recv()
             except EOFError:
                 return True
             self.reports = []
-            item, nextitem = ([self._find(session, *one) for one in asked] + [None])[:2]
+            item, nextitem = ([self._find(session, *one) for one in wanted] + [None])[:2]
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
             self.connection.send(self.reports)
 

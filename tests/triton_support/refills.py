@@ -5,7 +5,7 @@ next step begins. Triton 3.6 and 3.9 omit that buffer if the same load is also u
 later step then goes into the buffer that the product just started is reading. Results are wrong where the product is late,
 which is rare: some hundred numbers of 100 million on an H200. Past the end of a loop such a copy writes zeros.
 
-A form that the check does not know is an error, because a later Triton may write its loops in another way.
+A form that the check does not support is an error, because a later Triton may write its loops in another way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STEPS = 12
 
 
 class NotFollowed(Exception):
-    """A form that the check does not know."""
+    """The TTGIR has a form that the check does not support."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ def refilled_too_early(ttgir: str) -> list[str]:
     """Returns the names, in a kernel's TTGIR, of the buffers that a copy may write while a product reads them.
 
     Raises:
-        NotFollowed: an operand of an asynchronous product, or the target of a copy, is not a known buffer.
+        NotFollowed: an operand of an asynchronous product, or the target of a copy, is not a buffer.
     """
     if 'isAsync = true' not in ttgir:
         return []

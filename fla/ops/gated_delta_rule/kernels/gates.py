@@ -11,8 +11,7 @@ from fla.ops.recurrence.kernels.gates import sigmoid, softplus
 
 @triton.jit
 def gate_of(g, hv, A_log, dt_bias, GATE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Returns the log decay: g, or with GATE -exp(A_log) softplus(g + dt_bias). It is at least -1000, because -inf - -inf is
-    NaN."""
+    """Returns the log decay g, or with GATE -exp(A_log) softplus(g + dt_bias); at least -1000: -inf - -inf is NaN."""
     if GATE:
         if HAS_BIAS:
             g += tl.load(dt_bias + hv).to(tl.float32)

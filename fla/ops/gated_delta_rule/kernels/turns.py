@@ -39,8 +39,7 @@ def programs_of(heads: int, blocks: int, turns: int) -> int:
 
 @triton.jit
 def of_turn(pid, turn, chunks, blocks, TURNS: tl.constexpr):
-    """Returns head and block of a program, and the first and the end chunk of its turn. The head may be past the last
-    one."""
+    """Returns a program's head, which may be past the last one, its block, and the first and end chunk of its turn."""
     nh = pid // blocks
     begin, stop = pid * 0, chunks
     if TURNS > 1:

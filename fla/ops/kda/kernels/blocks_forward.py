@@ -1,7 +1,7 @@
 """Forward of chunked Kimi delta attention in chunks whose decays are too strong for products of whole chunks.
 
-A program of `scores` has a block of 16 steps. Steps of a block see those of another block relative to a boundary between the
-two, and each other relative to the block's middle or at four levels: see forward.py for the kinds of blocks.
+A program of `scores` has a block of 16 steps. Pairs with steps of another block are relative to a boundary between the two
+blocks, and pairs of the block's own steps to its middle or at four levels: see forward.py for the kinds of blocks.
 
 Decays are masked although no code reads them outside the mask. Without the mask Triton computes them in the layouts of
 products, all of them in each warp, and programs spill (1.2 KiB a thread in `scores`).

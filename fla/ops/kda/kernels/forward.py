@@ -6,17 +6,16 @@ With one decay per channel, the scores of a chunk are sum_c x_ic e^{G_ic - G_jc}
 relative to a reference step r between j and i: e^{G_i - G_r} e^{G_r - G_j}. The decays inside a chunk decide which reference
 steps keep both factors finite. Each block of 16 steps has a kind:
 
-- WHOLE: the reference is the middle of the chunk for all i and j. It is used while no step is further from the middle than
-  e^60. Both factors and all terms below the diagonal then stay far inside the range of floats, with twelve digits to spare
-  on either side.
+- WHOLE: the reference is the middle of the chunk for all i and j. It is used while no step's decay is further than e^60
+  from that of the middle. Both factors and all terms below the diagonal then stay far inside the range of floats, with
+  twelve digits to spare on either side.
 - NEAR: the reference is the middle of the block for pairs inside the block, with the same limit. Gates of at least -7.5 stay
   below it.
-- FAR: at level s the block is cut into pairs of parts of s steps. A step i of the second part sees a step j of the first
-part
-  relative to the boundary between them. Each pair i > j of the block meets at exactly one of the levels 8, 4, 2, 1, and
-  every exponent is at most 0.
+- FAR: at level s the block is cut into pairs of parts of s steps. The pair of a step i of the second part and a step j of
+  the first one is relative to the boundary between the parts. Each pair i > j of the block is in exactly one of the levels
+  8, 4, 2, 1, and every exponent is at most 0.
 
-Blocks that are NEAR or FAR see earlier blocks of the chunk relative to a boundary between the two. Either all blocks of a
+Pairs of a NEAR or FAR block with earlier blocks are relative to a boundary between the two blocks. Either all blocks of a
 chunk are WHOLE, or none is. The kernels of this file are for chunks that are WHOLE, those of blocks_forward.py for the
 others; a program returns at once if its chunk is of the other kind.
 

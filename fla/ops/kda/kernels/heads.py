@@ -1,4 +1,4 @@
-"""Gradients of q and k, summed over the value heads that share them and taken through the normalisation."""
+"""Gradients of q and k, summed over the value heads that share them, and those of the normalisation."""
 
 from __future__ import annotations
 

@@ -129,8 +129,7 @@ def _fill_table(cu_seqlens, table, offsets, T, count, rows, SIZE: tl.constexpr, 
 
 @triton.jit
 def chunk_of(row, table, cu_seqlens, T, SIZE: tl.constexpr, PACKED: tl.constexpr):
-    """Returns sequence (-1 if unused), chunk of that sequence, batch row, and the sequence's start and end, of a table
-    row."""
+    """Returns sequence (-1 if unused), chunk in it, batch row, and the sequence's start and end, for a table row."""
     if PACKED:
         n = tl.load(table + row * 2)
         c = tl.load(table + row * 2 + 1)

@@ -107,8 +107,7 @@ def _launch(
     """Launches a compiled kernel from a cache of its own.
 
     Triton inspects every argument of every launch to find the compiled kernel, which takes 30 of the 40 µs that a decode
-    step may take. The kernel's numbers have fixed types and are not specialised, so that the key below determines the
-    kernel."""
+    step may take. Its numbers have fixed types and are not specialised, so that the key below determines it."""
     addresses = [None if x is None else x.data_ptr() for x in tensors]
     aligned = not ((addresses[_INITIAL] or 0) | (addresses[_FINAL] or 0)) & 15
     key = (device, aligned, constants, *[None if x is None else x.dtype for x in tensors])
@@ -134,8 +133,7 @@ def _options(constants: tuple[Any, ...]) -> dict[str, int]:
 
 
 def _value_block(programs: int, value_dim: int, block_k: int) -> int:
-    """Returns the value columns of a program: few for few heads, to occupy every multiprocessor; else 32, whole cache
-    lines."""
+    """Returns the value columns of a program: few for few heads, to use every multiprocessor; else 32, whole cache lines."""
     most = max(8, min(32, 8192 // block_k))
     return min(next_power_of_2(value_dim), 8 if programs <= 64 else most)
 
