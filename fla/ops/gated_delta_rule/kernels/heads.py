@@ -1,4 +1,4 @@
-"""Gradients of q and k, summed over the value heads that share them, and those of the normalisation."""
+"""Gradients of q and k: sums over the value heads that share them, and the backward of the normalisation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sum_group(
     BK: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):
-    """Writes the gradient of rows of q or k, summed over the value heads of a group, and with NORMALISE through the norm.
+    """Writes the gradient of rows of q or k, summed over the value heads of a group, and with NORMALISE before the norm.
 
     Args:
         x_ptr: q or k at the first step and head, with stride x_t between steps, read with NORMALISE.

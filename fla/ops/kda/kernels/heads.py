@@ -1,4 +1,4 @@
-"""Gradients of q and k, summed over the value heads that share them, and those of the normalisation."""
+"""Gradients of q and k: sums over the value heads that share them, and the backward of the normalisation."""
 
 from __future__ import annotations
 
