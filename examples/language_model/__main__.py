@@ -76,7 +76,7 @@ def training(model: LanguageModel, settings: Settings, seed: int, claims: consol
     print(f'{len(losses)} steps, {tokens / len(text.ids):.2f} times the text, {tokens / step.seconds:,.0f} bytes/s')
     claims.check(f'the loss falls: {start:.2f} -> {end:.2f} nats per byte', end < start)
     after = bits_per_byte(model, windows, settings)
-    bound, meaning = data.entropy(held_out.ids), 'the best without context'
+    bound, meaning = data.entropy(held_out.ids), 'the best without any context'
     if len(losses) < ENOUGH:
         bound, meaning = before, f'before training (the bound below {ENOUGH} steps)'
     claims.check(f'held-out text: {before:.2f} -> {after:.2f} bits per byte; {bound:.2f} is {meaning}', after < bound)
