@@ -1,6 +1,6 @@
 """Kernels of a chunked delta rule on a GPU with other options of their launches: what they do to bits, errors and times.
 
-    python benchmarks/launch_options.py gated_delta_rule 'within BK=64 BV=64 num_stages=3' 'through num_stages=1'
+    python benchmarks/launch_options.py gated_delta_rule 'intra_chunk_bwd BK=64 BV=64' 'inter_chunk_bwd num_stages=1'
 
 After the kernels as they are comes each variant: kernels with the options that are changed, apart by commas. A block that
 a grid or another kernel follows from cannot be changed so. Before its times, a variant says
@@ -133,7 +133,7 @@ def rows(op: str, variants: dict[str, Variant], shape: tuple[int, ...], packed: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('op', choices=OPS, nargs='?', default=OPS[0])
-    parser.add_argument('variant', nargs='*', help="such as 'through num_stages=1, within num_warps=8'")
+    parser.add_argument('variant', nargs='*', help="such as 'inter_chunk_bwd num_stages=1, intra_chunk_bwd num_warps=8'")
     parser.add_argument('--shape', type=int, choices=range(len(SHAPES)), default=1, help=f'which of {SHAPES}')
     parser.add_argument('--packed', action='store_true')
     parser.add_argument('--json', type=Path, help='write the results there')

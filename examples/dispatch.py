@@ -1,6 +1,6 @@
-"""Shows the dispatch core at work on one small operation, on a CPU, in plain PyTorch: `python examples/dispatch.py`.
+"""Dispatch on one small operation, on a CPU, in plain PyTorch: `python examples/dispatch.py`.
 
-Every claim it prints is checked; the first one that is false ends it with exit status 1.
+It checks every claim that it prints, and exits with status 1 at the first one that is false.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOGGLE = 'FLA_DEMO_CHUNKED'
 
 @dispatch('demo')
 def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None = None) -> Tensor:
-    """S[t] = exp(g[t]) S[t-1] + k[t] v[t]^T and o[t] = q[t]^T S[t], step by step.
+    """Computes S[t] = exp(g[t]) S[t-1] + k[t] v[t]^T and o[t] = q[t]^T S[t], step by step.
 
     Args:
         q, k: [B, T, H, K].
@@ -43,7 +43,7 @@ def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_s
 
 
 class ChunkedBackend(BaseBackend):
-    """Whole chunks at a time with matrix products. It has no `initial_state`: a call that passes one is not for it."""
+    """Computes whole chunks with matrix products. It has no `initial_state`, so it does not serve calls that pass one."""
 
     backend_type = 'chunked'
     kind = 'native'
@@ -62,7 +62,7 @@ class ChunkedBackend(BaseBackend):
         # [chunks, B, H, C, ...]
         q, k, v = (x.reshape(B, T // C, C, H, -1).permute(1, 0, 3, 2, 4) for x in (q, k, v))
         total = g.reshape(B, T // C, C, H).permute(1, 0, 3, 2).cumsum(-1)
-        # the upper triangle would overflow in exp, and zero times infinity is no gradient: mask before
+        # Masked before exp, which would overflow in the upper triangle: the gradient of 0 times infinity is NaN.
         decay = total[..., :, None] - total[..., None, :]
         decay = decay.masked_fill(torch.ones(C, C, dtype=torch.bool).triu(1), float('-inf')).exp()
         inside = (q @ k.transpose(-1, -2) * decay) @ v
@@ -75,7 +75,7 @@ class ChunkedBackend(BaseBackend):
 
 
 class ReferenceBackend(BaseBackend):
-    """The definition without the recurrence: every pair of time steps at once. Plain PyTorch, every argument."""
+    """Computes all pairs of time steps at once, without the recurrence, in plain PyTorch, for every argument."""
 
     backend_type = 'reference'
     kind = 'reference'
@@ -99,7 +99,7 @@ registry.register(ReferenceBackend())
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """The definition in float64, one product at a time."""
+    """Computes the definition in float64, one product at a time."""
     q, k, v, g = (x.double() for x in (q, k, v, g))
     state = (k[:, 0, :, :, None] * v[:, 0, :, None, :]) * 0
     outputs = []
@@ -121,7 +121,7 @@ def section(title: str) -> None:
 
 
 def claim(text: str, holds: bool) -> None:
-    """Print a claim that holds; end the demonstration at one that does not."""
+    """Prints a claim, and exits if it does not hold."""
     print(f'{"ok   " if holds else "FALSE"} {text}', flush=True)
     if not holds:
         sys.exit(1)
@@ -186,7 +186,7 @@ def compiled() -> None:
     ran: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
-        """Runs Dynamo's graph as it is (selection is what is shown here, not Inductor) and notes which one runs."""
+        """Runs Dynamo's graph without Inductor, and records which graph runs."""
         graphs.append(graph)
         number = len(graphs) - 1
 
@@ -233,7 +233,7 @@ def best_ms(function: Callable[[], object], repeats: int = 5) -> float:
 
 @torch.no_grad()
 def speed() -> None:
-    section('4. What is gained, and what dispatch costs')
+    section('4. What a backend gains, and what dispatch costs')
     tensors = inputs(512)
     times = {}
     for name in ('default', 'chunked'):
@@ -244,13 +244,13 @@ def speed() -> None:
     claim(f'T = 512: default {times["default"]:.1f} ms, chunked {times["chunked"]:.1f} ms, {gain:.1f}x faster', gain > 1)
 
     ratio = overhead()
-    print('A dispatched call over the bare call, one backend that accepts after a dtype test and a verifier that reads a')
+    print('Overhead of a dispatched call over a direct one, for one backend that checks a dtype and a verifier that reads a')
     print(f'shape: {ratio:.2f} x torch.empty(0). `python benchmarks/dispatch_overhead.py` measures this with more care.')
     claim('dispatch costs less than 4 x torch.empty(0) per call', ratio < 4)
 
 
 class NothingBackend(BaseBackend):
-    """Does nothing, so that dispatch is all there is to time."""
+    """Does nothing, so that only dispatch takes time."""
 
     backend_type = 'nothing'
     dtypes = (torch.float32,)
@@ -272,7 +272,7 @@ registry.register(NothingBackend())
 
 
 def overhead() -> float:
-    """Dispatched minus direct, as a ratio to `torch.empty(0)`; the quickest of interleaved bursts."""
+    """Returns dispatched minus direct time, relative to `torch.empty(0)`, each the fastest of interleaved bursts."""
     x, direct = torch.zeros(8), NothingBackend().nothing
     cases = {
         'dispatched': lambda: nothing(x),
@@ -280,21 +280,21 @@ def overhead() -> float:
         'empty': lambda: torch.empty(0),
         'loop': lambda: None,
     }
-    quickest = dict.fromkeys(cases, float('inf'))
+    fastest = dict.fromkeys(cases, float('inf'))
     for _ in range(100):
         for name, call in cases.items():
             start = time.thread_time_ns()
             for _ in range(200):
                 call()
-            quickest[name] = min(quickest[name], time.thread_time_ns() - start)
-    return (quickest['dispatched'] - quickest['direct']) / (quickest['empty'] - quickest['loop'])
+            fastest[name] = min(fastest[name], time.thread_time_ns() - start)
+    return (fastest['dispatched'] - fastest['direct']) / (fastest['empty'] - fastest['loop'])
 
 
 def main() -> None:
     started = time.perf_counter()
     torch.set_num_threads(1)
     print('fla-dispatch: one public function, several implementations, one chosen for each call.')
-    print('This shows the dispatch core with made-up backends in plain PyTorch; it needs no GPU.')
+    print('This example has made-up backends in plain PyTorch; it needs no GPU.')
     numbers()
     selection()
     compiled()

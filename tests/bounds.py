@@ -1,44 +1,44 @@
-"""The bounds of error that tests hold operations to, and how each was found. Nothing else sets one; no test loosens one.
+"""The error bounds of tests, and how each was found. All bounds are set here, and no test loosens one.
 
-Errors are against float64 on the same (rounded) inputs, by two measures: `relative_rms` over everything, and `worst_row`
-so that one wrong block cannot hide in an average.
+Errors are against float64 on the same (rounded) inputs. There are two measures: `relative_rms` over everything, and
+`worst_row`, so that one wrong block cannot hide in an average.
 
-**float64: 1e-10. float32: 1e-5.** Both are demands, not measurements: products are full float32. Under the interpreter
-kernels make at most 1.2e-6 on the grid, of gradients of gates and their parameters 5.7e-6. But a row of 1 % of the median
-norm may be nothing but what rounding the others leaves: in five draws of the grid PyTorch's own float32, the reference, is
-off by 1.3e-5 on the worst rows of o, dq, dk and dv. Rows of those are allowed 1.5 times that from a kernel.
+**float64: 1e-10. float32: 1e-5.** Both are demands, not measurements: products are full float32. In the interpreter, kernels
+have errors of at most 1.2e-6 on the grid, and of 5.7e-6 in the gradients of gates and their parameters. But a row of 1 % of
+the median norm may be nothing but the rounding error of the others. In five draws of the grid PyTorch's own float32, the
+reference, is off by 1.3e-5 on the worst rows of o, dq, dk and dv. A kernel may have 1.5 times that on those rows.
 
-**The reference** computes in float32 whatever it is given, so that a bfloat16 or float16 result is a float32 result
-rounded once. Rounding to nearest with p significant bits is off by at most 2^-p of each number (p = 8 and 11), and so of
-each row and of everything. 1.5 times the largest relative RMS on the grid is more than that.
+**The reference** computes in float32 for every dtype, so that a bfloat16 or float16 result is a float32 result rounded once.
+Rounding to nearest with p significant bits is off by at most 2^-p of each number (p = 8 and 11), and so of each row and of
+everything. 1.5 times the largest relative RMS on the grid is more than that.
 
-**Kernels** multiply bfloat16 or float16 operands and accumulate in float32. `HalfOperands` does that to the reference,
-forward and backward; the bound of a kernel is 1.5 times the largest error that makes on the grid. What is one number a head
-(A_log, dt_bias), or few blocks (rows of dg and dbeta), is a matter of chance: of those it is the largest in five draws.
-`python -m tests.measure_bounds` measures all that.
+**Kernels** multiply bfloat16 or float16 operands and accumulate in float32. `HalfOperands` makes the reference do the same,
+forward and backward. The bound of a kernel is 1.5 times the largest error that the reference then has on the grid. Gradients
+with one number a head (A_log, dt_bias) or few blocks (rows of dg and dbeta) vary by chance, so their error is the largest in
+five draws. `python -m tests.measure_bounds` measures all that.
 
-**Kernels off the grid**, at other sizes, lengths and gates: the worst row is the one whose terms cancel most, and the more
+**Kernels off the grid** run at other sizes, lengths and gates. The worst row is the one whose terms cancel most. The more
 rows there are, the worse it is, for `HalfOperands` as well. There a row is a block of 16 steps of a head, or the state of a
-head (of all heads, where it has fewer than 64 numbers); and where `AlgorithmOperands` makes larger errors on such a case
-than on the grid, 1.5 times those hold: of all `DRAWS` of the gradients of o and of the state, as a worst row is a matter of
-chance. `AlgorithmOperands` is `HalfOperands` with the products of the algorithm, where the reference has others. What it
-rounds beside follows from what is multiplied, not from how far off a kernel is:
-- Chunks multiply by the inverse X = (I + L)^-1, where the reference solves: X is an operand, below its diagonal of ones. In
-  the backward, the gated delta rule makes L's gradient from the solution, dL = -(X^T dU) U^T. KDA makes it by way of the
-  inverse's, dX = dU R^T of the right sides R and dL = -X^T dX X^T, so that dX and X^T dX are operands, too. The solution is
-  the reference's, U - W S. The gated delta rule's kernels solve X beta (V - e^G K S), which rounds a little less.
-- KDA has a gate per channel and multiplies e^(G - F) q by e^(F - G) k, with F the G of a step between theirs. The reference
-  does, but for a single channel, which it takes for one gate a head: then q and k, already narrow, are multiplied and the
-  decay comes after in float32. A second channel of zeros has it multiply as for many.
+head (of all heads, where it has fewer than 64 numbers). Where `AlgorithmOperands` has larger errors on such a case than on
+the grid, the bound is 1.5 times those: the largest of all `DRAWS` of the gradients of o and of the state, because a worst
+row varies by chance. `AlgorithmOperands` is `HalfOperands` with the products of the algorithm where the reference has
+others. What else it rounds follows from the operands of these products, not from the errors of a kernel: - Chunks multiply
+by the inverse X = (I + L)^-1 where the reference solves, so that X is an operand below its diagonal of ones.
+  In the backward, the gated delta rule computes the gradient of L from the solution, dL = -(X^T dU) U^T. KDA computes it
+  from that of the inverse, dX = dU R^T for the right-hand sides R, and dL = -X^T dX X^T, so that dX and X^T dX are operands
+  too. The solution is the reference's, U - W S. The gated delta rule's kernels solve X beta (V - e^G K S), which rounds a
+  little less.
+- KDA has a gate per channel and multiplies e^(G - F) q by e^(F - G) k, where F is G of a step between theirs. So does the
+  reference, except for a single channel, which it treats as one gate a head. It then multiplies the 16-bit q and k, and
+  applies the decay in float32 afterwards. A second channel of zeros makes it multiply as for many channels.
 
-**Gradients of gates** are differences of terms that cancel at strong gates. Their error is divided by
-max(RMS of the gradient, 1e-3 * RMS of those terms): q times its gradient, which is one of them, or at the end of a sequence
-the products of the state and its gradient, where those are larger. That of a row is divided by
-max(norm of the row, 1e-2 * norm of such terms): rounded to float32 they are 2^-24 of themselves off, which is 6e-6 of it.
-A row of theirs, and of the gradient of beta, is a block of steps of a head, 16 or as many as make 64 numbers: a single
-number may be the rounding of two large ones.
-Gradients of A_log and dt_bias sum the gradient of g over steps; they are divided by at least the root of the sum of its
-squares (per element of dt_bias).
+**Gradients of gates** are differences of terms that cancel under strong gates. Their error is divided by max(RMS of the
+gradient, 1e-3 * RMS of those terms). The terms are q times its gradient or, at the end of a sequence, the products of the
+state and its gradient where those are larger. The error of a row is divided by max(norm of the row, 1e-2 * norm of such
+terms): rounded to float32 the terms are off by 2^-24 of themselves, which is 6e-6 of it. A row of the gradients of gates
+and of beta is a block of steps of a head, 16 or as many as make 64 numbers, because a single number may be the rounding
+error of two large ones. Gradients of A_log and dt_bias sum the gradient of g over steps. Their error is divided by at least
+the root of the sum of its squares (per element of dt_bias).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
-# Measured on the grid with half operands: relative RMS, worst row
+# Measured on the grid with half operands: relative RMS, worst row.
 _HALF = {
     torch.bfloat16: {
         'o': (4.9e-3, 1.6e-1),
@@ -79,7 +79,7 @@ _HALF = {
         'dq': (5.5e-4, 1.4e-2),
         'dk': (6.7e-4, 1.3e-2),
         'dv': (5.2e-4, 1.3e-2),
-        # but for strong gates, where it is smaller than any float16
+        # Without strong gates, under which it is smaller than any float16.
         'dinitial_state': (9.0e-4, 6.0e-3),
         'dbeta': (6.7e-4, 5.3e-3),
         'dg': (8.7e-4, 2.2e-3),
@@ -88,32 +88,32 @@ _HALF = {
     },
 }
 
-# the worst row of the reference in float32, in five draws of the grid
+# The worst row of the reference in float32, in five draws of the grid.
 _CANCELLED = 1.3e-5
 
-# The worst row of dq and dk that `tests.ops.attn.emulated` makes in float32 in five draws of the cases of attention's tests
-# on a GPU. They are differences.
+# The worst row of dq and dk of `tests.ops.attn.emulated` in float32, in five draws of the cases of attention's GPU tests.
+# These gradients are differences.
 _ATTENTION_CANCELLED = 3.5e-5
 
 GATE_FLOOR, GATE_ROW_FLOOR = 1e-3, 1e-2
 
-# Seeds and scales of the gradients that a case off the grid is emulated with. The test's own draw, 5, comes with other
-# roundings as well: where a sum nearly vanishes in some row, as the gradient of a gate may, what one emulation makes of it
-# is chance.
+# Seeds and scales of the gradients for the emulation of a case off the grid. The test's own seed, 5, has several scales for
+# other roundings: where a sum nearly vanishes in a row, as in the gradient of a gate, the error of one emulation is chance.
 DRAWS = ((5, 1.0), (5, 1.2), (5, 1.4), (6, 1.0), (7, 1.0))
 
 
 def of_reference(dtype: torch.dtype) -> tuple[float, float]:
-    """Bounds of the relative RMS and of the worst row of a result of `dtype` of a reference backend."""
+    """Returns the bounds of the relative RMS and of the worst row of a reference backend's result in `dtype`."""
     if dtype in EXACT:
         return EXACT[dtype], EXACT[dtype]
-    # what is rounded is itself a float32 result
+    # The rounded result is itself a float32 result.
     return ROUNDING[dtype] + EXACT[torch.float32], ROUNDING[dtype] + EXACT[torch.float32]
 
 
 def of_kernel(name: str, operands: torch.dtype) -> tuple[float, float]:
-    """Bounds of the relative RMS and of the worst row of 'o', 'final' or 'd' + a parameter, of a kernel with such
-    operands."""
+    """Returns the bounds of the relative RMS and of the worst row of a kernel's result, for its operands' dtype.
+
+    name: 'o', 'final', or 'd' + a parameter."""
     if operands in EXACT:
         row = 1.5 * _CANCELLED if operands == torch.float32 and name in ('o', 'dq', 'dk', 'dv') else EXACT[operands]
         return EXACT[operands], row
@@ -122,15 +122,16 @@ def of_kernel(name: str, operands: torch.dtype) -> tuple[float, float]:
 
 
 def off_grid(name: str, operands: torch.dtype, emulated: tuple[float, float]) -> tuple[float, float]:
-    """As `of_kernel`, of a case not on the grid, where `AlgorithmOperands` makes such a relative RMS and worst row."""
+    """Returns the bounds of `of_kernel` for a case off the grid, on which `AlgorithmOperands` has the errors `emulated`."""
     rms, row = of_kernel(name, operands)
     return (rms, row) if operands in EXACT else (max(rms, 1.5 * emulated[0]), max(row, 1.5 * emulated[1]))
 
 
 def of_attention(name: str, operands: torch.dtype, emulated: tuple[float, float]) -> tuple[float, float]:
-    """Bounds of the relative RMS and of the worst row of 'o' or 'd' + a parameter of attention. In half precision from what
-    `tests.ops.attn.emulated` makes at most on the same call, in five draws of the gradient of o, but no less than those of
-    float32: sums are taken in it."""
+    """Returns the bounds of the relative RMS and of the worst row of attention's 'o' or 'd' + a parameter.
+
+    In half precision they follow from `emulated`, the largest errors of `tests.ops.attn.emulated` on the same call in five
+    draws of the gradient of o, but are at least those of float32, in which sums are taken."""
     if operands in EXACT:
         row = 1.5 * _ATTENTION_CANCELLED if operands == torch.float32 and name in ('dq', 'dk') else EXACT[operands]
         return EXACT[operands], row
@@ -138,52 +139,56 @@ def of_attention(name: str, operands: torch.dtype, emulated: tuple[float, float]
     return max(rms, 1.5 * emulated[0]), max(row, 1.5 * emulated[1])
 
 
-# Where scores decide nothing (a window of one, a single key), the gradients of q, k, g and sinks are dp - delta = 0 but for
-# rounding: of two sums of V products of normal numbers. In float32 and one product after another each sum is off by
-# 0.3 * 2^-24 * V in the RMS (a rounding by 0.43 * 2^-24 of a partial sum, whose RMS is the root of its length), both and
-# times the scale, V^-1/2, by 4.1e-7 at V = 256. That is to be 1e-5 of what the error is divided by.
+# Where scores have no effect (a window of one, a single key), the gradients of q, k, g and sinks are dp - delta, which is 0
+# except for the rounding of two sums of V products of normal numbers. In float32, added one after the other, each sum is off
+# by 0.3 * 2^-24 * V in the RMS (a rounding by 0.43 * 2^-24 of a partial sum, whose RMS is the root of its length). Both
+# together, times the scale V^-1/2, are off by 4.1e-7 at V = 256. Divided by this floor, that is 1e-5.
 ATTENTION_FLOOR = 4e-2
 
 
-# How far the angles of rotary positions, which are float32, take a layer of the tests from float64: those of 70 steps and
-# heads of 4 are whole numbers or below 1, so off by two roundings of 2^-24 of 1 at most. Scores are, by as much of their
-# size, and what the softmax makes of them, for which 1e-6 leaves a factor of 8.
+# The error that float32 angles of rotary positions cause in a layer of the tests. The angles of 70 steps and heads of 4 are
+# whole numbers or below 1, so off by at most two roundings of 2^-24 of 1. Scores are off by as much relative to their size,
+# and so are their softmax and the output, for which 1e-6 leaves a factor of 8.
 TURNED = 1e-6
 
 
 def of_layer(dtype: torch.dtype, turned: bool = False) -> float:
-    """Bound of the relative RMS of what a layer of the tests returns, with rotary positions or not. Six tensors are made and
-    rounded one after the other (projection, convolution, recurrence or attention, gate, norm, output), in half precision
-    each by ROUNDING of it at most; in float32 and float64 the terms of their sums are, as those of a module's."""
+    """Returns the bound of the relative RMS of a layer's output in the tests; `turned`: with rotary positions.
+
+    Six tensors are computed and rounded one after the other (projection, convolution, recurrence or attention, gate, norm,
+    output). In half precision each is off by at most ROUNDING of it. In float32 and float64 the terms of their sums are
+    rounded, as in a module."""
     exact = max(of_module(dtype), TURNED if turned else 0.0)
     return 6 * ROUNDING[dtype] if dtype in ROUNDING else exact
 
 
 def of_autocast(dtype: torch.dtype) -> float:
-    """Of a layer in float32 that autocast computes in `dtype`: as `of_layer`, and the input, the weights and what a float32
-    recurrence is given are rounded as well."""
+    """Returns the bound of a float32 layer that autocast computes in `dtype`: `of_layer`, plus the rounding of the input, of
+    the weights, and of the inputs of a float32 recurrence."""
     return of_layer(dtype) + 3 * ROUNDING[dtype]
 
 
 def of_norm(dtype: torch.dtype) -> float:
-    """Bound of the relative RMS of what a norm's kernel returns, for the narrowest dtype of a call: sums in float32, where
-    rounding a row's terms and sum makes about 1e-7, and results rounded once. A gradient that reads a rounded sum with the
-    residual, or adds two rounded gradients, is off by two roundings, each by 0.58 * 2^-p at most in the RMS of numbers that
-    are spread over a binade: together less than the 2^-p allowed."""
+    """Returns the bound of the relative RMS of a norm kernel's results, for the narrowest dtype of a call.
+
+    Sums are float32, where the rounding of a row's terms and sum is about 1e-7, and results are rounded once. A gradient
+    that reads a rounded sum with the residual, or adds two rounded gradients, is off by two roundings. Each is at most 0.58
+    * 2^-p in the RMS of numbers spread over a binade, so that both together are less than the 2^-p allowed."""
     return 1e-6 if dtype == torch.float32 else of_reference(dtype)[0]
 
 
 def of_linear_loss(dtype: torch.dtype, logits: float) -> float:
-    """Bound of the relative RMS of the loss and the gradients of a linear map with a cross entropy, whose logits have that
-    RMS and are kept in `dtype`: their rounding is off by ROUNDING of them, and so the relative error of a probability, where
-    other gradients, sums over chunks and results are off by ROUNDING of themselves. A rounding's RMS is 0.43 of that, so
-    that 1 and 1/2 of these cover it."""
+    """Returns the bound of the relative RMS of the loss and the gradients of a linear map with a cross entropy.
+
+    logits: RMS of the logits, which are stored in `dtype`. Their rounding error is ROUNDING times their size, and so is the
+    relative error of a probability. Other gradients, sums over chunks and results are off by ROUNDING of themselves. The RMS
+    of a rounding is 0.43 of that, so that the factors 1 and 1/2 cover it."""
     return EXACT[dtype] if dtype in EXACT else ROUNDING[dtype] * (1 + logits / 2)
 
 
 def elementwise(dtype: torch.dtype) -> float:
-    """Bound of the relative RMS of a kernel that computes each number from a few others: a handful of float32 roundings of
-    2^-24 each, and exponentials that GPUs approximate to two units in the last place, then rounded once."""
+    """Returns the bound of the relative RMS of an elementwise kernel: a handful of float32 roundings of 2^-24 each,
+    exponentials that GPUs approximate to two units in the last place, and one rounding of the result."""
     return 1e-6 if dtype == torch.float32 else of_reference(dtype)[0]
 
 
@@ -191,46 +196,46 @@ _MODULE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch
 
 
 def of_module(dtype: torch.dtype) -> float:
-    """Bound of the relative RMS of what a function of the modules returns for small tensors: half a unit in the last place
-    of a result of about 1, and for float32 and float64 a few roundings of the terms of a sum."""
+    """Returns the bound of the relative RMS of a function of the modules on small tensors: half a unit in the last place of
+    a result of about 1, and in float32 and float64 a few roundings of the terms of a sum."""
     return _MODULE[dtype]
 
 
 def of_gradient(bound: float) -> float:
-    """Of a gradient, for the bound of the result: it is rounded to its tensor's dtype, and its terms saw the result's
-    gradient rounded to the result's."""
+    """Returns the bound of a gradient, from the bound of the result. The gradient is rounded to its tensor's dtype, and
+    computed from the result's gradient, which is rounded to the result's dtype."""
     return 3 * bound
 
 
 def of_difference(dtype: torch.dtype) -> float:
-    """Of what is left when a mean is subtracted that was rounded too, in a dtype that is not rounded more at the end."""
+    """Returns the bound of a difference with a rounded mean, which is not rounded further at the end."""
     return of_module(dtype) * (1 if dtype.itemsize == 2 else 3)
 
 
 def of_rounded_input(dtype: torch.dtype) -> float:
-    """Of a linear map of what was rounded before it."""
+    """Returns the bound of a linear map of a rounded input."""
     return 2 * of_module(dtype)
 
 
 def of_rounded_operands(dtype: torch.dtype, logits: float) -> float:
-    """Of a linear map with a cross entropy whose operands autocast rounds, too."""
+    """Returns the bound of a linear map with a cross entropy whose operands autocast rounds too."""
     return 2 * of_linear_loss(dtype, logits)
 
 
 def of_compiled(bound: float) -> float:
-    """Of the difference of two results that are each within that bound."""
+    """Returns the bound of the difference of two results that are each within `bound`."""
     return 2 * bound
 
 
-# Of a loss's gradient over one class, which is nothing but rounding: the part of 1 that errors are measured by.
+# Scale of the error of a loss's gradient over one class, which is rounding error only, relative to 1.
 ONE_CLASS = 1e-2
 
-# What a float32 exponential may leave where the result is 0.
+# Allowed value of a float32 exponential whose exact result is 0.
 TINY = 1e-30
 
-# Of a product of a query and a key with 64 channels, at positions of about 1e5 and at 0: angles are float32, so that of
-# channel pair i is off by 1e5 1e4^(-i / 32) 2^-24, which adds up to 0.025 over the pairs, times two tables and |q| |k| of a
-# pair, about 2.
+# Allowed error of the product of a query and a key with 64 channels, at positions of about 1e5 and at 0. Angles are float32.
+# That of channel pair i is off by 1e5 1e4^(-i / 32) 2^-24, which adds up to 0.025 over the pairs, times two tables, times
+# |q| |k| of a pair, about 2.
 FAR_SCORES = 0.1
 
 # Relative RMS of two float64 computations of one definition: a few dozen roundings of 2^-53, in another order.
@@ -238,14 +243,14 @@ TWO_ORACLES = 1e-14
 
 
 def of_sums(dtype: torch.dtype) -> float:
-    """Bound of the relative RMS of a linear map of what a kernel has rounded once, and of its gradients: the rounding of the
-    operands and of the result."""
+    """Returns the bound of the relative RMS of a linear map of a kernel's rounded result, and of its gradients: the rounding
+    of the operands and of the result."""
     return 2 * elementwise(dtype)
 
 
 def of_convolution(dtype: torch.dtype) -> float:
-    """Bound of the relative RMS of a short convolution's results and gradients: sums of a few products in float32, over time
-    for the weight's, rounded once. Gradients start from one of the output that is exact."""
+    """Returns the bound of the relative RMS of a short convolution's results and gradients: sums of a few products in
+    float32, over time for the weight's gradient, rounded once. The output's gradient is exact."""
     return EXACT[dtype] if dtype in EXACT else of_reference(dtype)[0]
 
 
@@ -254,13 +259,13 @@ def _rms(x: torch.Tensor) -> float:
 
 
 def relative_rms(expected: torch.Tensor, found: torch.Tensor, floor: float = 0.0) -> float:
-    """RMS(expected - found) / max(RMS(expected), floor); 0 where both are."""
+    """Returns RMS(expected - found) / max(RMS(expected), floor), or 0 if the error is 0."""
     error = _rms(expected.double() - found.double())
     return error / max(_rms(expected), floor, 1e-300) if error else 0.0
 
 
 def worst_row(expected: torch.Tensor, found: torch.Tensor, floor: float = 0.0) -> float:
-    """The largest relative error of a row (the last dimension), of rows whose norm is at least 1 % of the median."""
+    """Returns the largest relative error of a row (the last dimension) among rows with at least 1 % of the median norm."""
     expected, found = expected.detach(), found.detach()
     if not expected.numel():
         return 0.0
@@ -272,8 +277,8 @@ def worst_row(expected: torch.Tensor, found: torch.Tensor, floor: float = 0.0) -
 
 
 def in_blocks(x: torch.Tensor) -> torch.Tensor:
-    """`[B, T, H, ...]` with blocks of steps of one head as rows: 16 steps, or as many as make 64 numbers. The last block is
-    as long as the others and shares steps with the one before."""
+    """Returns x `[B, T, H, ...]` with blocks of steps of one head as rows: 16 steps, or as many as make 64 numbers. The last
+    block is as long as the others and overlaps the one before."""
     width = x.shape[3] if x.dim() > 3 else 1
     steps = min(max(16, 64 // width), x.shape[1])
     starts = torch.tensor([*range(0, x.shape[1] - steps, steps), x.shape[1] - steps], device=x.device)
@@ -282,14 +287,15 @@ def in_blocks(x: torch.Tensor) -> torch.Tensor:
 
 
 def of_states(x: torch.Tensor) -> torch.Tensor:
-    """`[N, H, K, V]` with the state of a head as a row, or all of them where that is few numbers."""
+    """Returns x `[N, H, K, V]` with the state of a head as a row, or all of x as one row if a state has under 64 numbers."""
     return x.flatten(2) if x.shape[2] * x.shape[3] >= 64 else x.flatten()
 
 
 class HalfOperands(TorchDispatchMode):
-    """Matrix products of float32 tensors whose operands are rounded to `dtype` first, accumulated in float32. Triangular
-    systems are solved in float32, as the kernels invert them, and not by the products that the reference makes of them. The
-    gradient of a chunk's whole decay sums products of a state and its gradient, which kernels keep in `dtype`, too."""
+    """Rounds the operands of float32 matrix products to `dtype`; sums stay float32.
+
+    Triangular systems are solved in float32, in which kernels invert them, and not by the reference's products. The gradient
+    of a chunk's whole decay sums products of a state and its gradient, which are rounded too, as kernels store them."""
 
     _PRODUCTS: ClassVar = {torch.ops.aten.bmm: 0, torch.ops.aten.mm: 0, torch.ops.aten.baddbmm: 1}
 
@@ -299,7 +305,7 @@ class HalfOperands(TorchDispatchMode):
         self._patches = contextlib.ExitStack()
 
     def replaced(self) -> dict[str, Callable]:
-        """What stands for functions of `chunked` meanwhile."""
+        """Returns the replacements of functions of `chunked`, by name."""
         solve = partial(torch.linalg.solve_triangular, **_UNIT_LOWER)
         return {'_solve': solve, '_decayed': partial(_Decayed.apply, self.dtype)}
 
@@ -321,8 +327,8 @@ class HalfOperands(TorchDispatchMode):
 
 
 class AlgorithmOperands(HalfOperands):
-    """`HalfOperands` that multiplies what the algorithm does: by the inverse of the triangular system and, where there is a
-    gate per channel, by decayed q and k. Of one channel, shapes cannot tell it from one gate a head: `per_channel` does."""
+    """`HalfOperands` with the products of the algorithm: by the inverse of the triangular system and, with a gate per
+    channel, of decayed q and k. `per_channel` is needed because with one channel the shapes are those of one gate a head."""
 
     def __init__(self, dtype: torch.dtype, per_channel: bool) -> None:
         super().__init__(dtype)
@@ -349,12 +355,12 @@ def _inverse(lower: torch.Tensor) -> torch.Tensor:
 
 
 def _by_inverse(lower: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """(I + L)^-1 right, differentiated by way of the inverse."""
+    """Returns (I + L)^-1 right, differentiated through the inverse."""
     return right + _Inverse.apply(lower).tril(-1) @ right
 
 
 class _Inverse(torch.autograd.Function):
-    """(I + L)^-1; its gradient is asked below the diagonal."""
+    """(I + L)^-1, with its gradient below the diagonal."""
 
     @staticmethod
     def forward(ctx, lower):
@@ -369,7 +375,7 @@ class _Inverse(torch.autograd.Function):
 
 
 class _Solved(torch.autograd.Function):
-    """(I + L)^-1 right, differentiated by way of itself."""
+    """(I + L)^-1 right, differentiated through the solution."""
 
     @staticmethod
     def forward(ctx, lower, right):
@@ -386,7 +392,7 @@ class _Solved(torch.autograd.Function):
 
 
 class _Decayed(torch.autograd.Function):
-    """decay * state, of which the gradient of decay sees both the state and its gradient rounded to `dtype`."""
+    """decay * state, where the gradient of decay is computed from the state and its gradient, both rounded to `dtype`."""
 
     @staticmethod
     def forward(ctx, dtype, state, decay):
@@ -397,7 +403,7 @@ class _Decayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         state, decay = ctx.saved_tensors
-        # a definition by chunks stays exact: it is float64
+        # A float64 definition by chunks stays exact.
         narrow = (x.to(ctx.dtype).to(x.dtype) if x.dtype == torch.float32 else x for x in (gradient, state))
         return None, decay * gradient, operator.mul(*narrow).sum_to_size(decay.shape)
 

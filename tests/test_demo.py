@@ -1,4 +1,4 @@
-"""`make demo` trains, writes, compares and reports; it fails where something it claims is false."""
+"""`make demo` trains, writes, compares and reports, and fails if one of its claims is false."""
 
 import io
 import math
@@ -46,12 +46,12 @@ def demo(*arguments: str, device: str | None = 'cpu', **environment: str) -> sub
     )
 
 
-# -- the whole of it --------------------------------------------------------------------------------------------------------
+# -- the whole demo ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 def test_succeeds_on_a_gpu():
-    """Which it finds by itself; every function but attention by the kernels."""
+    """It finds the GPU by itself, and the kernels serve every function but attention."""
     done = demo('--seconds', '10', device=None)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r'^device: NVIDIA .*, bfloat16', done.stdout, re.MULTILINE)
@@ -81,8 +81,8 @@ def test_succeeds():
 
 
 @pytest.mark.slow
-def test_wrong_backends_end_it(tmp_path):
-    """A state that decoding disturbs a little, and a gradient that is a tenth too small."""
+def test_wrong_backends_are_false_claims(tmp_path):
+    """A backend with a state that is 1 % off, and one with a gradient that is a tenth too small."""
     (tmp_path / 'wrong.py').write_text(
         textwrap.dedent("""
         from fla.backends import BaseBackend
@@ -124,7 +124,7 @@ def test_wrong_backends_end_it(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     assert 'Not every claim holds.' in done.stdout
     assert re.search(r'^FALSE greedy: logits of prefill and of 255 decode steps differ', done.stdout, re.MULTILINE)
-    assert ', but for gated_delta_rule.fused_recurrent_gated_delta_rule, kda.chunk_kda\n' in done.stdout
+    assert ', except for gated_delta_rule.fused_recurrent_gated_delta_rule, kda.chunk_kda\n' in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_wrong_backends_end_it(tmp_path):
         ({}, ['--device', 'banana'], 2, '--device'),
     ],
 )
-def test_what_cannot_be_shown_is_said(environment, arguments, status, text):
+def test_the_demo_says_why_it_cannot_run(environment, arguments, status, text):
     done = demo(*arguments, **environment)
     assert done.returncode == status, done.stdout + done.stderr
     assert text in done.stdout + done.stderr
@@ -146,7 +146,7 @@ def test_what_cannot_be_shown_is_said(environment, arguments, status, text):
 # -- text -------------------------------------------------------------------------------------------------------------------
 
 
-def test_no_file_is_trained_on_and_held_out():
+def test_training_and_held_out_files_are_disjoint():
     text, held_out = data.source_text()
     package = set(Path(fla.__file__).parent.rglob('*.py'))
     assert not set(text.files) & set(held_out.files)
@@ -201,17 +201,17 @@ def model():
 PROMPT = torch.arange(70, 110)[None]
 
 
-def test_every_mixer_is_in_every_model():
+def test_every_model_has_every_mixer():
     for device in ('cpu', 'cuda'):
         assert set(Config.on(torch.device(device)).mixers) == set(MIXERS)
 
 
-def test_the_future_is_not_seen(model):
+def test_the_model_is_causal(model):
     with torch.no_grad():
         assert torch.allclose(model(PROMPT)[:, :20], model(PROMPT[:, :20]), atol=1e-5)
 
 
-def test_steps_make_a_run_that_can_be_repeated():
+def test_a_run_by_steps_is_reproducible():
     def losses() -> list[float]:
         batches = data.batches(PROMPT[0].repeat(9), 2, 32, torch.Generator().manual_seed(0))
         return [step.loss for step in train(small_model(), batches, SETTINGS)]
@@ -234,14 +234,14 @@ def test_decoding_agrees_with_prefill(model):
     found = compare(model, made, SETTINGS)
     assert found.difference < 1e-5
     assert (found.same, found.margin) == (12, 0)
-    # another seed draws other bytes, from the same logits at first
+    # Another seed draws other bytes. The first logits are the same.
     other = generate(model, PROMPT, 12, SETTINGS, temperature=1.0, seed=1)
     assert torch.equal(other.logits[0], made.logits[0])
     assert other.text != made.text
     assert compare(model, other, SETTINGS).difference < 1e-5
 
 
-def test_decoding_that_is_wrong_is_seen(model):
+def test_wrong_decoding_is_noticed(model):
     made = generate(model, PROMPT, 12, SETTINGS)
     made.logits[5] *= 1.01
     assert compare(model, made, SETTINGS).difference > 1e-4
@@ -254,18 +254,18 @@ def test_decoding_that_is_wrong_is_seen(model):
 # -- report -----------------------------------------------------------------------------------------------------------------
 
 
-def test_calls_are_kept_as_they_came(model):
-    """The first call of each function, with its arguments from before they were changed in place."""
+def test_first_calls_are_recorded_with_their_arguments(model):
+    """Arguments are copied before the function changes them in place."""
     _, cache = prefill(model, PROMPT, SETTINGS)
     before = cache[0].conv[0].clone()
     with Calls() as calls, torch.no_grad():
         model(PROMPT[:, :1], cache)
         model(PROMPT[:, 1:2], cache)
     assert calls.counters['modules.causal_conv1d_update', 'reference'] == 12
-    kept = calls.kept['modules.causal_conv1d_update', 'reference']
-    assert torch.equal(kept.arguments['cache'], before)
-    assert not kept.with_grad
-    found = difference(kept, 'reference', SETTINGS)
+    first = calls.first['modules.causal_conv1d_update', 'reference']
+    assert torch.equal(first.arguments['cache'], before)
+    assert not first.with_grad
+    found = difference(first, 'reference', SETTINGS)
     assert 0 < found.outputs < 1e-6
     assert found.argument == ''
 
@@ -277,12 +277,12 @@ def test_training_prefill_and_decoding_are_traced():
     chunked, recurrent = 'kda.chunk_kda', 'kda.fused_recurrent_kda'
     counts = [(calls.counters[chunked, 'reference'], calls.counters[recurrent, 'reference']) for calls in traces.values()]
     assert counts == [(1, 0), (1, 0), (0, report.DECODED)]
-    assert [calls.kept['attn.parallel_attn', 'sdpa'].with_grad for calls in traces.values()] == [True, False, False]
+    assert [calls.first['attn.parallel_attn', 'sdpa'].with_grad for calls in traces.values()] == [True, False, False]
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_differences_that_are_no_numbers_are_not_small(monkeypatch):
-    """Also where others of the same call are numbers."""
+def test_nan_is_not_a_small_difference(monkeypatch):
+    """Nor if other differences of the same call are numbers."""
     results = iter([([torch.ones(2), torch.full((2,), torch.nan), torch.ones(2)], {}), ([torch.ones(2)] * 3, {})])
     monkeypatch.setattr(report, 'run', lambda *_, **__: next(results))
     call = Call('modules.swiglu', {'x': torch.ones(2)}, False, False)
@@ -337,5 +337,5 @@ def test_progress_in_a_pipe(capsys):
     assert last.endswith('100 bytes/s  0:00 left')
 
 
-def test_written_text_does_not_drive_the_terminal():
+def test_control_characters_do_not_reach_the_terminal():
     assert console.quoted('a\x1b[2J\n\nb\x07', '|') == '  | a?[2J\n  |\n  | b?'

@@ -1,4 +1,4 @@
-"""`examples/dispatch.py` succeeds, and it fails where something it claims is false."""
+"""`examples/dispatch.py` succeeds, and fails if one of its claims is false."""
 
 import os
 import subprocess

@@ -18,16 +18,17 @@ def benchmark(monkeypatch):
 
 def test_variants(benchmark):
     pytest.importorskip('triton')
-    found = benchmark.parsed('gated_delta_rule', 'within BK=64 num_stages=3, through num_warps=8')
-    assert found == {'within': {'BK': 64, 'num_stages': 3}, 'through': {'num_warps': 8}}
+    found = benchmark.parsed('gated_delta_rule', 'intra_chunk_bwd BK=64 num_stages=3, inter_chunk_bwd num_warps=8')
+    assert found == {'intra_chunk_bwd': {'BK': 64, 'num_stages': 3}, 'inter_chunk_bwd': {'num_warps': 8}}
     assert benchmark.parsed('kda', 'prepare num_stages=2') == {'prepare': {'num_stages': 2}}
     with pytest.raises(ValueError, match='invalid literal'):
-        benchmark.parsed('gated_delta_rule', 'within BK')
-    for text, name in (('withing BK=64', 'withing'), ('launch BK=64', 'launch'), ('within BK=64,', ''), ('', '')):
+        benchmark.parsed('gated_delta_rule', 'intra_chunk_bwd BK')
+    misspelt = 'intra_chunks_bwd'
+    for text, name in ((f'{misspelt} BK=64', misspelt), ('launch BK=64', 'launch'), ('prepare BK=64,', ''), ('', '')):
         with pytest.raises(ValueError, match=f"gated_delta_rule has no kernel '{name}'"):
             benchmark.parsed('gated_delta_rule', text)
-    for text in ('within', 'within BK=64, within BV=32'):
-        with pytest.raises(ValueError, match='name within once, with its options'):
+    for text in ('intra_chunk_bwd', 'intra_chunk_bwd BK=64, intra_chunk_bwd BV=32'):
+        with pytest.raises(ValueError, match='name intra_chunk_bwd once, with its options'):
             benchmark.parsed('gated_delta_rule', text)
 
 

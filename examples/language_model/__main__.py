@@ -24,16 +24,18 @@ from examples.language_model.train import (
 from fla.backends import DispatchError, default_dispatcher
 from fla.utils import default_device
 
-WRITTEN = 256  # bytes
-ENOUGH = 100  # steps after which the model must know more than how frequent each byte is
+WRITTEN = 256  # bytes per sample
+ENOUGH = 100  # steps after which the model must beat the frequencies of bytes
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog='python -m examples.language_model', description=sys.modules[__package__].__doc__)
-    parser.add_argument('--seconds', type=float, default=60.0, help='of training; default: 60')
-    parser.add_argument('--steps', type=int, help='train for so many steps instead: the same run each time')
+    parser.add_argument('--seconds', type=float, default=60.0, help='training time; default: 60')
+    parser.add_argument('--steps', type=int, help='train for this many steps instead, for a reproducible run')
     parser.add_argument('--device', help="such as cpu or cuda; default: the machine's accelerator, else cpu")
-    parser.add_argument('--dtype', choices=('float32', 'bfloat16'), help='of matrix products; default: bfloat16 on a GPU')
+    parser.add_argument(
+        '--dtype', choices=('float32', 'bfloat16'), help='dtype of matrix products; default: bfloat16 on a GPU'
+    )
     parser.add_argument('--seed', type=int, default=0)
     chosen = parser.parse_args()
     if not 0 < chosen.seconds < math.inf:
@@ -56,7 +58,7 @@ def settings_of(chosen: argparse.Namespace) -> Settings:
 
 
 def training(model: LanguageModel, settings: Settings, seed: int, claims: console.Claims) -> torch.Tensor:
-    """Train with a progress bar, check the losses; returns the text that was held out."""
+    """Trains with a progress bar and checks the losses. Returns the held-out text."""
     text, held_out = data.source_text()
     print(f'trained on: {len(text.files)} files, {len(text.ids):,} bytes; held out: {len(held_out.files)} files, ', end='')
     print(f'{len(held_out.ids):,} bytes')
@@ -76,13 +78,13 @@ def training(model: LanguageModel, settings: Settings, seed: int, claims: consol
     after = bits_per_byte(model, windows, settings)
     bound, meaning = data.entropy(held_out.ids), 'the best without any context'
     if len(losses) < ENOUGH:
-        bound, meaning = before, f'before training (fewer than {ENOUGH} steps are held to no more)'
+        bound, meaning = before, f'before training (the bound below {ENOUGH} steps)'
     claims.check(f'held-out text: {before:.2f} -> {after:.2f} bits per byte; {bound:.2f} is {meaning}', after < bound)
     return held_out.ids
 
 
 def writing(model: LanguageModel, prompt: torch.Tensor, settings: Settings, claims: console.Claims) -> None:
-    """Write by decoding, show it, and check decoding against whole sequences."""
+    """Writes text by decoding, prints it, and checks decoding against whole sequences."""
     bound = BOUND[settings.dtype]
     for temperature in (0.8, 0.0):
         made = generate(model, prompt, WRITTEN, settings, temperature)
@@ -99,12 +101,12 @@ def writing(model: LanguageModel, prompt: torch.Tensor, settings: Settings, clai
         )
     text = f'greedy: prefill chooses the same byte {found.same} times of {WRITTEN}'
     if found.same < WRITTEN:
-        text += f'; where not, the two are within {found.margin:.1e} of the RMS of logits, below {2 * bound:g}'
+        text += f'; elsewhere the two logits differ by {found.margin:.1e} of the RMS of logits, below {2 * bound:g}'
     claims.check(text, found.margin < 2 * bound)
 
 
 def tracing(model: LanguageModel, text: torch.Tensor, prompt: torch.Tensor, settings: Settings) -> dict[str, Calls]:
-    """One training step of a few sequences, one prefill, and decoding, each under a trace."""
+    """Traces one training step of a few sequences, one prefill, and decoding."""
     batch = next(data.batches(text, 4, settings.length, torch.Generator().manual_seed(0)))
     model.train()
     with Calls() as training_calls:
@@ -121,11 +123,11 @@ def tracing(model: LanguageModel, text: torch.Tensor, prompt: torch.Tensor, sett
 
 def main() -> int:
     started = time.perf_counter()
-    # what the model writes may be more than the terminal can show
+    # The model may write characters that the terminal cannot show.
     sys.stdout.reconfigure(errors='replace')
     chosen = options()
     if default_dispatcher().baseline:
-        print('FLA_DISABLE_BACKEND_DISPATCH is set: nothing is dispatched, and there is nothing to show. Unset it.')
+        print('FLA_DISABLE_BACKEND_DISPATCH is set: nothing is dispatched. Unset it to run this example.')
         return 1
     settings, claims = settings_of(chosen), console.Claims()
     torch.manual_seed(chosen.seed)

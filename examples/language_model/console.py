@@ -1,4 +1,4 @@
-"""What the terminal shows: sections, checked claims, progress."""
+"""Terminal output: sections, checked claims, progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 
 from examples.language_model.train import Step
 
-BAR = 20  # columns; the whole line fits into 80
+BAR = 20  # columns, so that a line of progress fits into 80
 
 
 def section(title: str) -> None:
@@ -16,7 +16,7 @@ def section(title: str) -> None:
 
 
 class Claims:
-    """Claims are printed as they are checked, and those that are false are remembered."""
+    """Prints claims as they are checked, and collects the false ones."""
 
     def __init__(self) -> None:
         self.false: list[str] = []
@@ -33,10 +33,10 @@ def minutes(seconds: float) -> str:
 
 
 class PlainProgress:
-    """A line that is written over in a terminal; elsewhere one line every few seconds.
+    """Progress as one line, rewritten in place in a terminal; elsewhere as a new line every few seconds.
 
     Args:
-        tokens: bytes of a step.
+        tokens: bytes of one step.
     """
 
     every = 5.0  # seconds
@@ -52,7 +52,7 @@ class PlainProgress:
             print()
 
     def show(self, step: Step, loss: float) -> None:
-        """After each step, with the loss to show."""
+        """Shows a step and a loss. Called after each step."""
         now = time.perf_counter()
         if now - self.printed < (0.2 if self.in_place else self.every) and step.done < 1:
             return
@@ -68,7 +68,7 @@ class PlainProgress:
 
 
 class RichProgress(PlainProgress):
-    """The same with a bar of `rich`."""
+    """Progress as a bar of `rich`."""
 
     def __init__(self, tokens: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -96,7 +96,7 @@ class RichProgress(PlainProgress):
 
 
 def progress(tokens: int) -> PlainProgress:
-    """The best that there is: `rich` may be missing, and animates nothing outside a terminal."""
+    """Returns a `rich` bar in a terminal where `rich` is installed, else plain lines."""
     if sys.stdout.isatty():
         try:
             return RichProgress(tokens)
@@ -106,16 +106,16 @@ def progress(tokens: int) -> PlainProgress:
 
 
 def smooth(losses: list[float]) -> float:
-    """The mean of the last quarter of losses, of 20 at most."""
+    """Returns the mean of the last quarter of the losses, at most 20."""
     last = losses[-min(20, max(1, len(losses) // 4)) :]
     return sum(last) / len(last)
 
 
 def printable(text: str) -> str:
-    """Text that leaves the terminal as it is: a model that has learnt little writes control characters, too."""
+    """Replaces control characters, which a model that has learnt little writes, by question marks."""
     return ''.join(c if c.isprintable() or c == '\n' else '?' for c in text)
 
 
 def quoted(text: str, mark: str) -> str:
-    """Every line behind a mark."""
+    """Returns the text with a mark before each line."""
     return '\n'.join(f'  {mark} {line}'.rstrip() for line in printable(text).splitlines())

@@ -1,4 +1,4 @@
-"""The text: the package's own source, as bytes. Whole files are held out for validation."""
+"""The text: the package's own source as bytes. Whole files are held out for validation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELD_OUT = 10  # every tenth file
 
 @dataclass(frozen=True)
 class Text:
-    """Files and their bytes, one file after the other, as a tensor of int64 from 0 to 255."""
+    """Files and their bytes, joined by newlines, as an int64 tensor of 0 to 255."""
 
     files: tuple[Path, ...]
     ids: Tensor
@@ -28,14 +28,14 @@ class Text:
 
 
 def source_text(root: Path | None = None) -> tuple[Text, Text]:
-    """The Python files under `root` (default: the installed package), to train on and to validate with."""
+    """Returns the Python files under `root` (default: the installed package) for training and for validation."""
     files = sorted((root or Path(fla.__file__).parent).rglob('*.py'))
     held_out = files[HELD_OUT // 2 :: HELD_OUT]
     return Text.of([path for path in files if path not in held_out]), Text.of(held_out)
 
 
 def batches(ids: Tensor, batch: int, length: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Without end: `[batch, length + 1]` bytes from random places."""
+    """Yields `[batch, length + 1]` bytes from random places, without end."""
     offsets = torch.arange(length + 1)
     while True:
         starts = torch.randint(len(ids) - length, (batch, 1), generator=generator)
@@ -43,19 +43,19 @@ def batches(ids: Tensor, batch: int, length: int, generator: torch.Generator) ->
 
 
 def windows(ids: Tensor, length: int, most: int) -> Tensor:
-    """At most `most` windows `[count, length + 1]`, spread evenly over the text, that do not overlap."""
+    """Returns at most `most` windows `[count, length + 1]` that do not overlap, spread evenly over the text."""
     count = min(most, len(ids) // (length + 1))
     starts = torch.arange(count) * (len(ids) // count)
     return ids[starts[:, None] + torch.arange(length + 1)]
 
 
 def whole_lines(ids: Tensor, most: int) -> Tensor:
-    """The first lines, with their ends, of at most `most` bytes together."""
+    """Returns the first whole lines that have at most `most` bytes together."""
     ends = (ids[:most] == ord('\n')).nonzero()[:, 0]
     return ids[: int(ends[-1]) + 1 if len(ends) else most]
 
 
 def entropy(ids: Tensor) -> float:
-    """Bits per byte of the best model that knows the frequency of each byte in this very text and no context."""
+    """Returns the bits per byte of the best model that sees no context: the entropy of the frequencies of bytes."""
     p = torch.bincount(ids, minlength=256).double() / len(ids)
     return float(-(p * p.clamp(min=1e-300).log2()).sum())

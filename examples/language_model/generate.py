@@ -1,4 +1,4 @@
-"""Writing text byte by byte with the layers' cache, and comparing that with whole sequences at once."""
+"""Writes text byte by byte with the layers' cache, and compares that with one call on the whole text."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from examples.language_model.train import Settings
 from fla.layers import Cache
 from fla.utils.testing import relative_rms
 
-# Relative RMS of all logits that prefill and decode may differ by: float32 sums in another order; 16-bit numbers rounded at
-# other places, all through the model.
+# Allowed relative RMS between the logits of prefill and decoding. float32 sums differ in their order; 16-bit numbers are
+# rounded at other places throughout the model.
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A prompt and what was written after it.
+    """A prompt and the bytes written after it.
 
     Attributes:
         ids: `[1, prompt + written]`.
-        logits: `[written, 256]`, what each written byte was chosen from; the first is prefill's last, the rest of decoding.
-        written: bytes.
-        decode_ms: median per byte.
+        logits: `[written, 256]`, from which each byte was chosen; the first from prefill, the others from decoding.
+        written: number of written bytes.
+        decode_ms: median time of a byte in ms.
     """
 
     ids: Tensor
@@ -36,18 +36,18 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """What was written."""
+        """The written text."""
         return text_of(self.ids[0, -self.written :])
 
 
 def text_of(ids: Tensor) -> str:
-    """Of bytes, of which the last character may be cut off and others wrong."""
+    """Decodes bytes as UTF-8. Invalid or cut-off characters are replaced."""
     return bytes(ids.tolist()).decode('utf-8', 'replace')
 
 
 @torch.no_grad()
 def prefill(model: LanguageModel, prompt: Tensor, settings: Settings) -> tuple[Tensor, Cache]:
-    """Logits `[1, T, 256]` of the prompt `[1, T]` in one call, and the cache to go on from."""
+    """Returns the logits `[1, T, 256]` of the prompt `[1, T]`, from one call, and the cache for decoding."""
     cache = Cache()
     with settings.autocast():
         return model(prompt, cache), cache
@@ -57,7 +57,7 @@ def prefill(model: LanguageModel, prompt: Tensor, settings: Settings) -> tuple[T
 def generate(
     model: LanguageModel, prompt: Tensor, length: int, settings: Settings, temperature: float = 0.0, seed: int = 0
 ) -> Generation:
-    """Write `length` bytes after the prompt `[1, T]`; at temperature 0 the likeliest each time."""
+    """Writes `length` bytes after the prompt `[1, T]`, at temperature 0 the likeliest byte each time."""
     generator = torch.Generator().manual_seed(seed)
     logits, cache = prefill(model, prompt, settings)
     rows, written, times = [logits[0, -1].cpu()], [], []
@@ -80,14 +80,14 @@ def generate(
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of decoding with one call on the whole text.
+    """How far decoding agrees with one call on the whole text.
 
     Attributes:
-        difference: relative RMS of the logits.
-        worst: largest difference of a logit, by the RMS of all.
-        same: how many written bytes are the likeliest of the whole call too.
-        margin: where one is not, by how much less likely it is there: the largest such difference of two logits, by the RMS
-            of all.
+        difference: relative RMS between the logits.
+        worst: largest difference of one logit, relative to the RMS of all logits.
+        same: number of written bytes that are also the likeliest in the call on the whole text.
+        margin: how much less likely the others are in that call: the largest such difference of two logits, relative to the
+            RMS of all logits.
     """
 
     difference: float
@@ -97,7 +97,7 @@ class Agreement:
 
 
 def compare(model: LanguageModel, generation: Generation, settings: Settings) -> Agreement:
-    """Run the model on the prompt with all that was written, at once."""
+    """Compares decoding with one call of the model on the prompt and all written bytes."""
     whole, _ = prefill(model, generation.ids[:, :-1], settings)
     expected = whole[0, -generation.written :].cpu()
     chosen = generation.ids[0, -generation.written :, None].cpu()

@@ -16,13 +16,13 @@ MIXERS = {'gated delta rule': GatedDeltaNet, 'KDA': KimiDeltaAttention, 'attenti
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes. The defaults are for a CPU.
+    """Sizes of the model. The defaults are for a CPU.
 
     Attributes:
         hidden_size: width of the residual stream.
         mixers: the token mixer of each block, a key of `MIXERS`.
-        num_heads, head_dim: of each mixer.
-        dropout: of what each mixer and each feed-forward layer adds.
+        num_heads, head_dim: heads of each mixer and their width.
+        dropout: on the output of each mixer and each feed-forward layer.
     """
 
     hidden_size: int = 128
@@ -33,14 +33,14 @@ class Config:
 
     @classmethod
     def on(cls, device: torch.device) -> Config:
-        """What a minute on a device is good for. Heads of 128 are what vendors' kernels take."""
+        """Returns sizes that train in a minute on the device. Vendors' kernels need heads of 128."""
         if device.type == 'cpu':
             return cls()
         return cls(hidden_size=384, mixers=tuple(MIXERS) * 2, num_heads=3, head_dim=128, dropout=0.2)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward layer."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A token mixer and a feed-forward layer, each behind a norm and beside a residual."""
+    """A token mixer and a feed-forward layer, each with a norm before it and a residual connection."""
 
     def __init__(self, config: Config, index: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Byte embedding, blocks, norm, head."""
+    """Byte embedding, blocks, norm, and head."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -82,11 +82,11 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config, index) for index in range(len(config.mixers)))
         self.norm = RMSNorm(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, 256, bias=False)
-        # all bytes equally likely at first: a loss of ln 256 = 5.55
+        # All bytes start equally likely, at a loss of ln 256 = 5.55.
         nn.init.zeros_(self.head.weight)
 
     def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
-        """Logits `[B, T, 256]`, float32, of the byte after each of `ids` `[B, T]`; goes on from `cache` and updates it."""
+        """Returns float32 logits `[B, T, 256]` of the byte after each of `ids` `[B, T]`; continues and updates `cache`."""
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, cache)

@@ -1,7 +1,7 @@
-"""Which backend served each dispatched function, why those before it did not, and how far it is from the reference.
+"""Reports which backend served each dispatched function, why those before it did not, and its distance from the reference.
 
-A trace records real calls of the model. The first one of each function and backend is kept, with copies of its arguments:
-it is explained, run again, and compared with the reference in float64 on the same numbers.
+A trace records real calls of the model. The first call of each function and backend is recorded with copies of its
+arguments. It is then explained, run again, and compared with the reference in float64 on the same numbers.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from fla.backends import Decision, Trace, default_dispatcher, explain, resolve_o
 from fla.utils.testing import relative_rms
 
 PHASES = ('training', 'prefill', 'decode')
-DECODED = 16  # steps
+DECODED = 16  # decoding steps under the trace
 
-# Relative RMS against float64 of outputs and of gradients: wide enough for gradients that are small differences of large
-# terms (of gates; of q, while all keys look alike), and far below what a wrong result has. Tests of the operations are
-# stricter.
+# Allowed relative RMS from float64 of outputs and gradients. Gradients that are small differences of large terms (of gates;
+# of q, while all keys are alike) stay below it, and wrong results far above it. The operations' own tests are stricter.
 BOUNDS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (3e-2, 0.25)}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A dispatched call as it came: copies of its arguments, and the modes it ran under."""
+    """A recorded call: copies of its arguments, and the modes it ran under."""
 
     key: str
     arguments: dict[str, Any]
@@ -39,40 +38,40 @@ class Call:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first tensor, by which functions compute."""
+        """The dtype of the first tensor, which functions compute in."""
         return next(value.dtype for value in self.arguments.values() if isinstance(value, Tensor))
 
 
 class Calls(Trace):
-    """A trace that keeps the first call of each function and backend."""
+    """A trace that records the first call of each function and backend."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: dict[tuple[str, str], Call] = {}
+        self.first: dict[tuple[str, str], Call] = {}
 
     def add(self, entry: Any, backend: str, arguments: Mapping[str, Any] | None) -> None:
         super().add(entry, backend, arguments)
-        if arguments is not None and (entry.key, backend) not in self.kept:
+        if arguments is not None and (entry.key, backend) not in self.first:
             device = next(value.device.type for value in arguments.values() if isinstance(value, Tensor))
-            # copies: the function may change an argument in place
+            # Copies, because the function may change an argument in place.
             copies = {name: copy_of(value) for name, value in arguments.items()}
             modes = torch.is_grad_enabled(), torch.is_autocast_enabled(device)
-            self.kept[entry.key, backend] = Call(entry.key, copies, *modes)
+            self.first[entry.key, backend] = Call(entry.key, copies, *modes)
 
 
 def copy_of(value: Any, exact: bool = False) -> Any:
-    """A tensor's own copy, which needs a gradient if it does; with `exact` on the CPU in float64."""
+    """Returns a copy of a tensor that requires a gradient if the tensor does; with `exact` on the CPU in float64."""
     if not isinstance(value, Tensor):
         return value
     copy = value.detach().clone()
     if exact:
-        # on the CPU: not every device has float64
+        # On the CPU, because not every device has float64.
         copy = copy.cpu().double() if copy.is_floating_point() else copy.cpu()
     return copy.requires_grad_(value.requires_grad)
 
 
 def run(call: Call, backend: str, settings: Settings, exact: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Outputs and gradients of a kept call, on the CPU in float64, for one random gradient of the outputs."""
+    """Runs a recorded call. Returns outputs and gradients, on the CPU in float64, for one random gradient of the outputs."""
     arguments = {name: copy_of(value, exact) for name, value in call.arguments.items()}
     autocast = torch.autocast(settings.device.type, settings.dtype, enabled=call.with_autocast and not exact)
     with use_backend(backend, op=call.key), torch.set_grad_enabled(call.with_grad), autocast:
@@ -82,7 +81,7 @@ def run(call: Call, backend: str, settings: Settings, exact: bool) -> tuple[list
     gradients: tuple[Tensor, ...] = ()
     if call.with_grad:
         generator = torch.Generator().manual_seed(0)
-        # numbers that no dtype rounds
+        # Numbers that every dtype holds exactly.
         back = [torch.randn(out.shape, generator=generator).bfloat16().to(out) for out in outputs]
         gradients = torch.autograd.grad(outputs, list(wanted.values()), back)
     named = {name: g.cpu().double() for name, g in zip(wanted, gradients, strict=False)}
@@ -91,8 +90,7 @@ def run(call: Call, backend: str, settings: Settings, exact: bool) -> tuple[list
 
 @dataclass(frozen=True)
 class Difference:
-    """Relative RMS from float64: the largest of the outputs; the largest of the gradients, and of which argument. `bounds`
-    are of both."""
+    """The largest relative RMS error of an output and of a gradient, that gradient's argument, and both bounds."""
 
     outputs: float
     gradients: float = 0.0
@@ -101,18 +99,18 @@ class Difference:
 
     @property
     def is_small(self) -> bool:
-        """A NaN is not."""
+        """Whether both are within their bounds, which NaN is not."""
         return self.outputs <= self.bounds[0] and self.gradients <= self.bounds[1]
 
 
 def badness(error: float) -> float:
-    """The order of errors, in which NaN is the largest: `max` alone would pass it over."""
+    """Returns a sort key of errors with NaN as the largest, which `max` alone would ignore."""
     return math.inf if math.isnan(error) else error
 
 
 def difference(call: Call, backend: str, settings: Settings) -> Difference:
-    """Of the backend that served a call from the reference in float64; where there is none, from the default, which then is
-    plain PyTorch."""
+    """Returns how far a backend is from the reference in float64, or from the default where an operation has no reference.
+    The default is then plain PyTorch."""
     reference = 'reference' if 'reference' in resolve_op(call.key).backends else 'default'
     outputs, gradients = run(call, backend, settings, exact=False)
     exact_outputs, exact_gradients = run(call, reference, settings, exact=True)
@@ -124,7 +122,7 @@ def difference(call: Call, backend: str, settings: Settings) -> Difference:
 
 @dataclass
 class Row:
-    """A function, a backend that served it, and what stood before that backend with the reason it did not."""
+    """A function, a backend that served it, and each candidate before that backend with the reason why it did not."""
 
     key: str
     backend: str
@@ -134,7 +132,7 @@ class Row:
 
     @property
     def worst(self) -> Difference:
-        """Of all phases, each figure by itself."""
+        """The largest outputs and gradients of all phases, each on its own."""
         by_gradient = max(self.differences, key=lambda d: badness(d.gradients))
         outputs = max((d.outputs for d in self.differences), key=badness)
         return Difference(outputs, by_gradient.gradients, by_gradient.argument)
@@ -153,22 +151,22 @@ class Row:
 
 
 def explained(call: Call, settings: Settings) -> Decision:
-    """What `explain` says of a kept call, under the modes it ran under."""
+    """Explains a recorded call, under the modes it ran under."""
     autocast = torch.autocast(settings.device.type, settings.dtype, enabled=call.with_autocast)
     with torch.set_grad_enabled(call.with_grad), autocast:
         return explain(resolve_op(call.key), **call.arguments)
 
 
 LEGEND = f"""
-Served: how many calls of one training step, one prefill and {DECODED} steps of decoding.
-Difference: relative RMS from the reference in float64 (where an operation has none, from its plain PyTorch default in
-float64), on the arguments of the first such call: the largest of the outputs, and of the gradients, with its argument.
-`not NAME`: a backend that is asked earlier, and why it did not serve the calls. Where there is none, the first one served.
+Served: number of calls in one training step, one prefill and {DECODED} decoding steps.
+Difference: relative RMS from the reference in float64 (for an operation without one, from its plain PyTorch default in
+float64) on the arguments of the first such call: the largest of the outputs, and of the gradients with its argument.
+`not NAME`: a backend that is asked earlier, and why it did not serve the calls. Without such lines, the first one served.
 """
 
 
 def show(rows: list[Row]) -> None:
-    """The table, by operation."""
+    """Prints the table, grouped by operation."""
     phases = ''.join(f'{phase:>10}' for phase in PHASES)
     print(f'{"function":<36}{"served by":<11}{phases}   outputs  gradients')
     operation = ''
@@ -181,11 +179,11 @@ def show(rows: list[Row]) -> None:
 
 
 def report(traces: Mapping[str, Calls], settings: Settings, claims: Claims) -> None:
-    """Print the table of everything that ran in `traces`, by phase, and check it."""
+    """Prints and checks the table of every function that ran in `traces`, which are by phase."""
     rows: dict[tuple[Any, ...], Row] = {}
     surprises = []
     for phase, calls in traces.items():
-        for (key, backend), call in calls.kept.items():
+        for (key, backend), call in calls.first.items():
             decision = explained(call, settings)
             if decision.winner != backend:
                 surprises.append(f'{key} ({decision.winner}, not {backend})')
@@ -201,7 +199,7 @@ def report(traces: Mapping[str, Calls], settings: Settings, claims: Claims) -> N
     print(f'Dispatched, but not called by this model: {", ".join(others) or "none"}.')
     large = sorted({row.key for row in rows.values() if not all(d.is_small for d in row.differences)})
     bounds = '; '.join(f'{str(d).removeprefix("torch.")} {o:g} and {g:g}' for d, (o, g) in BOUNDS.items())
-    but = f', but for {", ".join(large)}' if large else ''
+    but = f', except for {", ".join(large)}' if large else ''
     claims.check(f'{len(ran)} functions differ by less than {bounds} (outputs and gradients){but}', not large)
-    but = f', but for {", ".join(surprises)}' if surprises else ''
+    but = f', except for {", ".join(surprises)}' if surprises else ''
     claims.check(f'explain() names the backend that ran, for every function{but}', not surprises)

@@ -22,12 +22,12 @@ class Settings:
     """How to train.
 
     Attributes:
-        device: where.
+        device: where to train.
         dtype: of matrix products; the parameters stay float32.
-        seconds: of wall time, or
-        steps: their number, which is the same run each time.
-        batch, length: sequences of a step, and their bytes.
-        learning_rate: the highest.
+        seconds: wall time of the training, if steps is None.
+        steps: number of steps, for a reproducible run.
+        batch, length: sequences in a step, and bytes in a sequence.
+        learning_rate: the highest learning rate.
     """
 
     device: torch.device
@@ -39,18 +39,18 @@ class Settings:
     learning_rate: float
 
     def autocast(self) -> torch.autocast:
-        """In force around every call of the model."""
+        """Returns the autocast context for calls of the model."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on a GPU that multiplies it."""
+    """Returns bfloat16 on a GPU with bfloat16 products, else float32."""
     is_old = device.type == 'cuda' and (capability_of(device) or (9, 0)) < (8, 0)
     return torch.bfloat16 if device.type in ('cuda', 'xpu') and not is_old else torch.float32
 
 
 def loss_of(model: LanguageModel, batch: Tensor, settings: Settings) -> Tensor:
-    """Nats per byte of `batch` `[B, T + 1]`."""
+    """Returns the loss of `batch` `[B, T + 1]` in nats per byte."""
     batch = batch.to(settings.device)
     with settings.autocast():
         logits = model(batch[:, :-1])
@@ -59,7 +59,7 @@ def loss_of(model: LanguageModel, batch: Tensor, settings: Settings) -> Tensor:
 
 @torch.no_grad()
 def bits_per_byte(model: LanguageModel, windows: Tensor, settings: Settings) -> float:
-    """Of windows `[count, T + 1]` in which nothing is known before the first byte."""
+    """Returns the bits per byte of windows `[count, T + 1]`, each predicted without the text before it."""
     model.eval()
     parts = [float(loss_of(model, part, settings)) * len(part) for part in windows.split(settings.batch)]
     model.train()
@@ -67,7 +67,7 @@ def bits_per_byte(model: LanguageModel, windows: Tensor, settings: Settings) -> 
 
 
 def optimizer_of(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW; weights of matrices decay, norms and gates do not."""
+    """Returns AdamW with weight decay for matrices, and without for norms and gates."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{'params': matrices, 'weight_decay': 0.1}, {'params': rest, 'weight_decay': 0.0}]
@@ -75,13 +75,14 @@ def optimizer_of(model: nn.Module, learning_rate: float) -> torch.optim.Optimize
 
 
 def rate(step: int, done: float) -> float:
-    """The learning rate by its highest value: up over `WARMUP` steps, then down a cosine to a tenth."""
+    """Returns the learning rate relative to the highest: a rise over `WARMUP` steps, then a cosine down to a tenth."""
     return min(1.0, (step + 1) / WARMUP) * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
 def warm_up(model: LanguageModel, batch: Tensor, settings: Settings) -> str:
-    """What is better done before the clock starts: compile kernels; on a CPU, find how many threads make a step quickest.
-    The tensors are small: on busy or many cores, threads wait longer for each other than they save."""
+    """Compiles kernels and, on a CPU, sets the fastest number of threads, before the clock starts. Returns a report.
+
+    The tensors are small, so that on many or busy cores threads wait for each other longer than they save."""
 
     def seconds() -> float:
         start = time.perf_counter()
@@ -102,14 +103,14 @@ def warm_up(model: LanguageModel, batch: Tensor, settings: Settings) -> str:
                 break
             best, chosen = taken, threads
         torch.set_num_threads(chosen)
-        text += f'; of up to {most} threads, {chosen} make it quickest: {1e3 * best:.0f} ms'
+        text += f'; the fastest of up to {most} threads is {chosen}: {1e3 * best:.0f} ms'
     model.zero_grad()
     return text
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is known after a step: its number from 1, its loss in nats per byte, the part of training that is done, seconds
+    """The state after a step: its number from 1, its loss in nats per byte, the fraction of training done, and the seconds
     since the start."""
 
     number: int
@@ -119,7 +120,7 @@ class Step:
 
 
 def train(model: LanguageModel, batches: Iterator[Tensor], settings: Settings) -> Iterator[Step]:
-    """Train until the time is up, at least two steps."""
+    """Trains until the time is up, but at least two steps. Yields each step."""
     optimizer = optimizer_of(model, settings.learning_rate)
     start, number, done = time.perf_counter(), 0, 0.0
     while done < 1 or number < 2:

@@ -153,7 +153,7 @@ def test_the_interpreter_masks_and_rewrites(tmp_path, monkeypatch):
 KERNELS = {
     'gated_delta_rule.prepare': (128, 'bfloat16', 'float32', 'bfloat16', 'int64', *[True] * 5),
     'gated_delta_rule.scan': (128, 128, 'bfloat16', 'float32', 'int32', True, True, True, True),
-    'kda.within': (128, 128, 'bfloat16', 'bfloat16', 'float32', 'int64', *[True] * 6),
+    'kda.intra_chunk_bwd': (128, 128, 'bfloat16', 'bfloat16', 'float32', 'int64', *[True] * 6),
 }
 
 

@@ -1,4 +1,4 @@
-"""TileLang backends where TileLang is not: which calls they take, and their launchers with interpreted kernels."""
+"""TileLang backends without TileLang: which calls they serve, and their launchers with interpreted kernels."""
 
 import importlib
 import importlib.util
@@ -13,7 +13,7 @@ from tests.tilelang_support.interpreter import load
 
 
 def switched_on(monkeypatch, folder, *backends):
-    """TileLang seems to be installed, to work and to be switched on, on a machine with an H100; importing it fails."""
+    """Makes TileLang appear installed, working and enabled, on a machine with an H100. Importing it fails."""
     for name in [n for n in os.environ if n.startswith('FLA_')]:
         monkeypatch.delenv(name)
     default_dispatcher().reset()
@@ -28,7 +28,7 @@ def switched_on(monkeypatch, folder, *backends):
 
 
 def unusable(monkeypatch, backend):
-    """It is installed, and fails when it compiles its smallest kernel: as without nvcc, or beside a newer apache-tvm-ffi."""
+    """Makes TileLang appear installed but unable to compile, as without nvcc or with a newer apache-tvm-ffi."""
 
     def broken(device):
         raise ImportError('cannot import name from tvm_ffi')
@@ -42,7 +42,7 @@ def unusable(monkeypatch, backend):
 
 
 def no_compiler():
-    """Why nothing can be compiled, or None."""
+    """Returns why TileLang cannot compile here, or None."""
     if importlib.util.find_spec('tilelang') is None:
         return 'TileLang is not installed: make test-tilelang'
     if not (shutil.which('nvcc') or shutil.which('/usr/local/cuda/bin/nvcc')):
@@ -51,9 +51,9 @@ def no_compiler():
 
 
 def interpreted(monkeypatch, op):
-    """The module that launches the kernels of an operation, which then run on CPU tensors."""
+    """Returns the module that launches the kernels of an operation, with kernels that run on CPU tensors."""
     package = f'fla.ops.{op}.backends.tilelang'
-    # whatever of it was imported before is there again afterwards
+    # monkeypatch restores the modules that were imported before.
     monkeypatch.setitem(sys.modules, f'{package}.launch', None)
     del sys.modules[f'{package}.launch']
     holder = importlib.import_module(package)

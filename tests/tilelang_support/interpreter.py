@@ -1,12 +1,12 @@
-"""Runs our TileLang kernels on a CPU, without TileLang: what their source says, in numpy.
+"""Runs our TileLang kernels on a CPU without TileLang, by executing their source in numpy.
 
-`load(module)` reads the source of a module of kernels and gives it another `T`. Blocks run one after the other; a parallel
-loop runs once, on arrays of its indices, and so does code of threads, on an array of thread numbers. `if` on such an array
-masks what is stored below it. Memory is poisoned: shared memory and registers start as NaN, and so is what is read out of
-bounds, but for tiles copied whole, which the copy engine fills with zeros.
+`load(module)` reads the source of a module of kernels and replaces its `T`. Blocks run one after the other. A parallel loop
+runs once, on arrays of its indices, and code of threads once, on an array of thread numbers. An `if` on such an array masks
+the stores in its body. Shared memory and registers start as NaN, and reads out of bounds are NaN, except for tiles copied
+whole, which the copy engine fills with zeros.
 
-Numbers are float32, rounded to the type of the buffer they are stored in; sums are float64. What this cannot show is what
-belongs to the compiler and to the machine: layouts, barriers, memory that is used twice.
+Numbers are float32, rounded to the dtype of the buffer that they are stored in; sums are float64. The interpreter cannot
+check what depends on the compiler and the machine: layouts, barriers, and memory used twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rounded(x, dtype):
 
 
 class Size:
-    """A dimension that a call gives a value."""
+    """A dimension that gets its value from a call."""
 
     def __init__(self, name):
         self.name, self.value = name, None
@@ -48,19 +48,19 @@ for _name in ('add', 'radd', 'sub', 'rsub', 'mul', 'rmul'):
 
 
 class Machine:
-    """State of the block that runs."""
+    """State of the running block."""
 
     mask = None
     threads = 0
 
 
 def masked(value, old):
-    """What a store leaves where the mask has holes."""
+    """Returns `value` where the mask is set, else `old`."""
     return value if Machine.mask is None else np.where(Machine.mask, value, old)
 
 
 class Buffer:
-    """Memory with bounds and a type."""
+    """Memory with bounds and a dtype."""
 
     def __init__(self, shape, dtype, data=None):
         self.shape, self.dtype = tuple(int(n) for n in shape), dtype
@@ -84,7 +84,7 @@ class Buffer:
         return np.where(inside, found, np.nan)
 
     def _tile(self, key):
-        """A region as the copy engine reads it: zeros out of bounds."""
+        """Returns a region as the copy engine reads it, with zeros out of bounds."""
         starts = [int(k.start) if isinstance(k, slice) else int(k) for k in key]
         sizes = [int(k.stop) - int(k.start) if isinstance(k, slice) else 1 for k in key]
         out = np.zeros(sizes)
@@ -103,7 +103,7 @@ class Buffer:
 
 
 class Local:
-    """An array of each thread."""
+    """An array of one thread, for all threads at once."""
 
     def __init__(self, shape, dtype):
         self.values = [np.nan] * int(shape[0])
@@ -116,12 +116,12 @@ class Local:
 
 
 def uniform(x):
-    """A number, where all threads have the same."""
+    """Returns a number if all threads have the same, else the array."""
     return x.flat[0].item() if isinstance(x, np.ndarray) and x.size and np.all(x == x.flat[0]) else x
 
 
 class Language:
-    """Stands for `tilelang.language`."""
+    """Replaces `tilelang.language`."""
 
     int32, float32 = 'int32', 'float32'
     min, max = staticmethod(np.minimum), staticmethod(np.maximum)
@@ -243,14 +243,14 @@ class Language:
 
 
 def blocks(*extents, threads):
-    """Blocks of a grid, one after the other."""
+    """Yields the blocks of a grid, one after the other."""
     Machine.threads, Machine.mask = threads, None
     return itertools.product(*(range(int(n)) for n in extents))
 
 
 @contextlib.contextmanager
 def below(condition):
-    """What stands under an `if` on an array."""
+    """Masks the stores of a body under an `if` on an array."""
     before = Machine.mask
     Machine.mask = condition if before is None else before & condition
     try:
@@ -260,7 +260,7 @@ def below(condition):
 
 
 class Kernel:
-    """A kernel as the launchers call it: tensors by position, written in place."""
+    """A kernel as the launchers call it, with tensors by position that it writes in place."""
 
     def __init__(self, function):
         self.function, self.specs = function, list(function.__annotations__.values())
@@ -274,8 +274,8 @@ class Kernel:
                 assert str(value.dtype) == f'torch.{spec.dtype}', f'{value.dtype} for {spec.dtype}'
                 assert value.is_contiguous()
                 for size, actual in zip(spec.shape, value.shape, strict=True):
-                    known = sizes.setdefault(size.name, actual) if isinstance(size, Size) else size
-                    assert known == actual, f'{getattr(size, "name", size)} is {known} and {actual}'
+                    expected = sizes.setdefault(size.name, actual) if isinstance(size, Size) else size
+                    assert expected == actual, f'{getattr(size, "name", size)} is {expected} and {actual}'
                     if isinstance(size, Size):
                         size.value = int(actual)
         for spec, value in zip(self.specs, arguments, strict=True):
@@ -292,7 +292,7 @@ class Kernel:
 
 
 class Blend(ast.NodeTransformer):
-    """Under a mask, a variable of a thread keeps its value where the mask has a hole."""
+    """Under a mask, a thread's variable keeps its value where the mask is not set."""
 
     def visit_Assign(self, node):
         target = node.targets[0]
@@ -302,7 +302,7 @@ class Blend(ast.NodeTransformer):
 
 
 class Rewrite(ast.NodeTransformer):
-    """`with T.Kernel` to a loop over blocks, `if` on arrays to masks, `and` and `or` to those of arrays."""
+    """Rewrites `with T.Kernel` as a loop over blocks, `if` on arrays as masks, and `and` and `or` for arrays."""
 
     def visit_With(self, node):
         self.generic_visit(node)
@@ -311,7 +311,7 @@ class Rewrite(ast.NodeTransformer):
         return ast.For(target=node.items[0].optional_vars, iter=call, body=node.body, orelse=[])
 
     def visit_AugAssign(self, node):
-        # numpy would add in place, to whatever else the array is
+        # numpy would add in place, and so change other names of the same array.
         self.generic_visit(node)
         if not isinstance(node.target, ast.Name):
             return node
@@ -344,7 +344,7 @@ def some(*values):
 
 
 def load(name):
-    """A module of kernels with this language in place of TileLang's. Its dotted name is looked up, not imported."""
+    """Loads a module of kernels with this language instead of TileLang's. Its dotted name is looked up, not imported."""
     parent = importlib.util.find_spec(name.rpartition('.')[0])
     path = Path(parent.submodule_search_locations[0]) / f'{name.rpartition(".")[2]}.py'
     tree = ast.parse(path.read_text())
@@ -360,6 +360,6 @@ def load(name):
             continue
         body.append(Rewrite().visit(node))
     tree.body = body
-    # not with this module's future annotations: those of kernels are values
+    # Without this module's future annotations, because those of kernels are values.
     exec(compile(ast.fix_missing_locations(tree), str(path), 'exec', dont_inherit=True), vars(module))
     return module

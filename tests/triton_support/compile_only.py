@@ -1,13 +1,13 @@
-"""Compile what an operation launches, for a GPU that need not exist, and launch nothing.
+"""Compiles the kernels that an operation launches, for a GPU that need not exist, and launches nothing.
 
     with compile_only((9, 0)) as compiled:
         chunk_gla(q, k, v, g)           # on CPU or meta tensors
     print(*compiled, sep='\\n')          # chunk_gla_fwd sm_90: 48.0 KiB shared, 128 registers, 0 B spilled, 4 warps, 1.2 s
 
-Inside, every kernel is specialised from the arguments of its launch and compiled to a cubin, in a cache of its own; what it
-would have computed is missing, so outputs hold whatever was in memory. `fla.utils.devices` and `torch.cuda`'s two functions
-about a device answer for the GPU asked for. On leaving, kernels that do not fit that GPU or, of Hopper's, that refill memory
-in use (see `refills`) are an AssertionError, and so is a block that launched none.
+Inside the block every kernel is specialised for the arguments of its launch, and compiled to a cubin in a temporary cache.
+Outputs stay uninitialised. `fla.utils.devices` and two functions of `torch.cuda` describe the requested GPU. At the end of
+the block, AssertionError is raised for kernels that do not fit the GPU, for kernels for Hopper that refill memory in use
+(see `refills`), and for a block that launched no kernel.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction, MockTensor
 from fla.utils import devices
 from tests.triton_support.refills import refilled_too_early
 
-# Bytes of shared memory that one block may ask for: the CUDA programming guide's table of technical specifications.
+# Bytes of shared memory that one block may use: the CUDA programming guide's table of technical specifications.
 SHARED_MEMORY = {
     **dict.fromkeys([(8, 0), (8, 7)], 163 * 1024),
     **dict.fromkeys([(8, 6), (8, 9), (12, 0), (12, 1)], 99 * 1024),
@@ -57,13 +57,13 @@ class Compiled:
     kernel: CompiledKernel
 
     def constant(self, name: str) -> object:
-        """What was compiled in for a parameter, or None."""
+        """Returns the value of a constexpr parameter, or None."""
         source = self.kernel.src
         return next((value for (place, *_), value in source.constants.items() if source.fn.arg_names[place] == name), None)
 
     @property
-    def wrong(self) -> str:
-        """Why it does not fit or is not to be trusted, or an empty string."""
+    def problem(self) -> str:
+        """Why the kernel does not fit or may be wrong, or an empty string."""
         limit = SHARED_MEMORY[self.capability]
         if self.shared > limit:
             return f'takes {self.shared / 1024:.1f} KiB of shared memory, of {limit // 1024}'
@@ -82,12 +82,12 @@ class Compiled:
 
 @contextlib.contextmanager
 def compile_only(capability: tuple[int, int], every_config: bool = False) -> Iterator[list[Compiled]]:
-    """Compile instead of launching; yields the list that fills with what was compiled, each specialisation once.
+    """Compiles instead of launching. Yields a list to which each compiled specialisation is appended once.
 
-    An autotuned kernel is compiled with the first configuration that its pruning leaves, or with all if `every_config`.
+    An autotuned kernel is compiled with the first configuration that its pruning leaves, or with all with `every_config`.
     """
     if triton.knobs.runtime.interpret:
-        raise RuntimeError('TRITON_INTERPRET is set: there is nothing to compile in this process')
+        raise RuntimeError('TRITON_INTERPRET is set: this process interprets kernels and cannot compile them')
     compiled: list[Compiled] = []
     target = GPUTarget('cuda', _number(capability), 32)
     stub = _StubDriver(target)
@@ -125,7 +125,7 @@ def compile_only(capability: tuple[int, int], every_config: bool = False) -> Ite
             mock.patch.object(driver, '_active', stub),
             mock.patch.object(JITFunction, 'run', run),
             mock.patch.object(Autotuner, '_bench', bench),
-            # A compiled kernel that is kept and launched directly.
+            # A cached compiled kernel that is launched directly.
             mock.patch.object(CompiledKernel, 'run', launch_nothing),
             mock.patch.object(CompiledKernel, '__getitem__', runner),
             *_pretend(capability),
@@ -133,8 +133,8 @@ def compile_only(capability: tuple[int, int], every_config: bool = False) -> Ite
             stack.enter_context(patch)
         yield compiled
     assert compiled, 'nothing was compiled: no Triton kernel was launched'
-    wrong = [f'{one.name} (sm_{_number(capability)}) {one.wrong}' for one in compiled if one.wrong]
-    assert not wrong, '; '.join(wrong)
+    problems = [f'{one.name} (sm_{_number(capability)}) {one.problem}' for one in compiled if one.problem]
+    assert not problems, '; '.join(problems)
 
 
 def _number(capability: tuple[int, int]) -> int:
@@ -142,7 +142,7 @@ def _number(capability: tuple[int, int]) -> int:
 
 
 def _forget(functions: set[JITFunction], autotuners: set[Autotuner], device: int) -> None:
-    """Drop what a process that has a GPU must not find later."""
+    """Drops cached kernels that a process with a GPU must not find later."""
     for function in functions:
         function.device_caches.pop(device, None)
     for autotuner in autotuners:
@@ -150,7 +150,7 @@ def _forget(functions: set[JITFunction], autotuners: set[Autotuner], device: int
 
 
 def _stand_in(argument: object) -> object:
-    """A fake tensor has no address; what a kernel is specialised for is its type and an address divisible by 16."""
+    """Replaces a fake tensor, which has no address. A kernel is specialised for a dtype and an address divisible by 16."""
     if isinstance(argument, torch._subclasses.FakeTensor):
         return MockTensor(argument.dtype, argument.shape)
     return argument
@@ -172,7 +172,7 @@ def _record(function: JITFunction, kernel: CompiledKernel, capability: tuple[int
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """What cuobjdump, which comes with Triton, says of a cubin's only function: `REG:40 STACK:0 SHARED:0 LOCAL:0 …`."""
+    """Parses what Triton's cuobjdump prints for a cubin's only function: `REG:40 STACK:0 SHARED:0 LOCAL:0 …`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, 'kernel.cubin')
         path.write_bytes(cubin)
@@ -183,13 +183,13 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 class _StubDriver:
-    """As much of a driver as a launch asks for before it would launch."""
+    """The methods of a driver that a launch calls before it launches."""
 
     _devices = itertools.count(-1, -1)
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
-        # A kernel keeps what it compiled by device. Real ones count up from 0.
+        # A kernel caches compiled code by device. Real devices count up from 0.
         self.device = next(self._devices)
 
     def get_current_target(self) -> GPUTarget:
@@ -209,9 +209,9 @@ class _StubDriver:
 
 
 def _pretend(capability: tuple[int, int]) -> list:
-    """Patches by which code that asks for the device's capability hears of this one, whichever tensor it asks about.
+    """Returns patches that make every device appear to have this capability.
 
-    The code of `fla.utils.devices` is replaced rather than its names, which other modules have imported.
+    They replace the code of functions in `fla.utils.devices`, because other modules have imported these functions by name.
     """
     limit = SHARED_MEMORY[capability]
     properties = SimpleNamespace(

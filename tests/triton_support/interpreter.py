@@ -1,16 +1,17 @@
-"""Triton's NumPy interpreter, mended: a kernel on CPU tensors gives the numbers that a GPU would give, or an error.
+"""Fixes Triton's NumPy interpreter, so that a kernel on CPU tensors computes the numbers of a GPU or raises an error.
 
 `install()` changes Triton for the life of the process, which must have been started with TRITON_INTERPRET=1. Each function
-below mends one defect and says which and where it was seen: in Triton 3.6.0, in 3.9.0, or in both.
+below fixes one defect, and says in which of Triton 3.6.0 and 3.9.0 it was seen.
 
-What is exact: the operands of a dot (bf16, fp16, or fp32 cut to tf32 unless `input_precision` says otherwise), products
-accumulated in fp32, and every single operation on bf16, rounded to nearest, ties to even. An H100 with Triton 3.6 gave the
-same bits for single operations and conversions, and cuts to tf32 likewise. What is not, since a GPU leaves it open too: the
-order in which a dot, a sum or a scan adds, the last bits of exp and its like, and whether `x * y + z` is fused (on the H100
-7 of 256 bf16 differed by that).
+Exact are the operands of a dot (bf16, fp16, or fp32 cut to tf32 unless `input_precision` differs), products accumulated in
+fp32, and every single operation on bf16, rounded to nearest, ties to even. An H100 with Triton 3.6 gave the same bits for
+single operations and conversions, and cuts to tf32 in the same way.
 
-What is refused: float8, `dot_scaled`, rounding modes other than these two, inline assembly, libdevice, a block used as a
-truth value, and an access outside the tensors given to the kernel.
+Not exact, because a GPU leaves them open too, are the order of additions in a dot, a sum or a scan, the last bits of exp and
+similar functions, and whether `x * y + z` is fused (7 of 256 bf16 differed by that on the H100).
+
+Refused are float8, `dot_scaled`, rounding modes other than to nearest and towards zero, inline assembly, libdevice, a block
+used as a truth value, and an access outside the tensors given to the kernel.
 """
 
 import ast
@@ -33,7 +34,7 @@ NAN_BF16 = np.uint16(0x7FFF)
 
 @functools.cache
 def install() -> None:
-    """Mend the interpreter of this process."""
+    """Fixes the interpreter of this process."""
     if os.environ.get('TRITON_INTERPRET') != '1' or not triton.knobs.runtime.interpret:
         raise RuntimeError('start Python with TRITON_INTERPRET=1: kernels choose between compiler and interpreter on import')
     _compute_bf16()
@@ -51,15 +52,15 @@ def install() -> None:
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """bf16, which NumPy lacks and the interpreter keeps as uint16, to float32."""
+    """Converts bf16, which the interpreter stores as uint16 because NumPy has no bf16, to float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def narrow(values: np.ndarray, to_nearest: bool = True) -> np.ndarray:
-    """Any number to bf16, rounded once: to nearest, ties to even, or towards zero."""
+    """Converts numbers to bf16, rounded once: to nearest, ties to even, or towards zero."""
     single = np.ascontiguousarray(values, dtype=np.float32)
     if values.dtype.itemsize > 4 or values.dtype.kind in 'iu':
-        # By way of float32 rounded to odd, after which the second rounding is as good as the first.
+        # First to float32, rounded to odd, so that the second rounding gives the result of a single one.
         exact = np.asarray(values, dtype=np.float64)
         single = np.where(np.abs(single) > np.abs(exact), np.nextafter(single, np.float32(0)), single)
         bits = single.view(np.uint32) | (single != exact)
@@ -71,7 +72,7 @@ def narrow(values: np.ndarray, to_nearest: bool = True) -> np.ndarray:
 
 
 def cut_to_tf32(values: np.ndarray) -> np.ndarray:
-    """What a tensor core reads of a float32: the upper 19 bits. Triton 3.6 and 3.9 hand it over unrounded."""
+    """Returns the upper 19 bits of each float32, which a tensor core reads. Triton 3.6 and 3.9 do not round before."""
     return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
@@ -83,7 +84,7 @@ def to_float32(handle: object) -> object:
     return TensorHandle(widen(handle.data), tl.float32) if is_bf16(handle) else handle
 
 
-# Builder functions that move bits and do not compute with them, or that are mended separately.
+# Builder functions that move bits without computing, or that are fixed separately.
 _MOVES_BITS = {
     *('load', 'store', 'masked_load', 'masked_store', 'tensor_pointer_load', 'tensor_pointer_store'),
     *('descriptor_load', 'descriptor_store', 'descriptor_gather', 'descriptor_scatter', 'make_tensor_descriptor'),
@@ -96,9 +97,11 @@ _MOVES_BITS = {
 
 
 def _compute_bf16() -> None:
-    """3.6, 3.9: arithmetic and comparisons take the bits of a bf16 for a whole number, without an error. Done in float32 and
-    rounded, `+ - * /` and sqrt are correctly rounded (24 bits are enough for two roundings of 8 to be as one). That goes for
-    every function that is not known to move bits only, so for those of a later Triton as well."""
+    """3.6, 3.9: arithmetic and comparisons silently treat the bits of a bf16 as an integer.
+
+    The fix computes in float32 and rounds. `+ - * /` and sqrt are then correctly rounded, because 24 bits are enough to
+    make two roundings to 8 bits equal to one. It covers every function that is not listed as moving bits only, and so new
+    functions of a later Triton too."""
 
     def computes(stock):
         @functools.wraps(stock)
@@ -126,14 +129,14 @@ def _compute_bf16() -> None:
 
     InterpreterBuilder.create_fma = create_fma
 
-    def get_bf16(self, value):  # 3.6 has none, so `tl.full(..., tl.bfloat16)` and `other=0.0` fail
+    def get_bf16(self, value):  # missing in 3.6, so that `tl.full(..., tl.bfloat16)` and `other=0.0` fail
         return TensorHandle(narrow(np.array([value], np.float64)), tl.bfloat16)
 
     InterpreterBuilder.get_bf16 = get_bf16
 
 
 def _convert_floats() -> None:
-    """3.6, 3.9: to bf16 is cut instead of rounded; bf16 to and from anything but float32 takes the bits for a number."""
+    """3.6, 3.9: conversion to bf16 truncates; between bf16 and types other than float32 it uses the bits as a number."""
 
     def cast_impl(self, source, target):
         target = target.scalar
@@ -156,8 +159,8 @@ def _convert_floats() -> None:
 
 
 def _dot() -> None:
-    """3.6, 3.9: a dot of bf16 multiplies their bits as whole numbers (errors of 1e10). One of float32 is exact whatever its
-    `input_precision`, whereas a GPU reads tf32 by default. One with an fp16 result adds in fp16 all along."""
+    """3.6, 3.9: a dot of bf16 multiplies the bits as integers (errors of 1e10). A dot of float32 is exact for any
+    `input_precision`, while a GPU reads tf32 by default. A dot with an fp16 result accumulates in fp16."""
 
     def product(a, b):
         return np.matmul(a, b, dtype=np.float32)
@@ -187,7 +190,7 @@ def _dot() -> None:
 
 
 def _atomics() -> None:
-    """3.6, 3.9: atomic_add of bf16 fails ('unsupported data type'). Lanes may share an address, so they go one by one."""
+    """3.6, 3.9: atomic_add of bf16 fails ('unsupported data type'). Lanes are added one by one: they may share addresses."""
     stock = InterpreterBuilder.create_atomic_rmw
 
     def create_atomic_rmw(self, operation, pointer, value, mask, *rest):
@@ -223,11 +226,11 @@ _CACHE_ARGUMENTS = InterpreterBuilder.create_store.__code__.co_argcount - 3
 
 
 def _reduce_and_scan() -> None:
-    """3.6, 3.9: sum, max, min and cumsum of bf16 work on its bits, those of fp16 round once at the end. A function of one's
-    own is called for every element, which takes seconds.
+    """3.6, 3.9: sum, max, min and cumsum of bf16 work on its bits, and those of fp16 round once at the end. A custom combine
+    function is called for every element, which takes seconds.
 
-    Here blocks are combined instead of elements: reductions in a tree of neighbours, as between the threads of a GPU, and
-    scans from the first to the last. 16-bit floats go that way too and are rounded after every step."""
+    The fix combines blocks instead of elements: reductions in a tree of neighbours, as between the threads of a GPU, and
+    scans from the first to the last. 16-bit floats are rounded after every step."""
 
     def combine(self, left, right, types):
         left, right = ([self.to_tensor(data, t) for data, t in zip(side, types, strict=True)] for side in (left, right))
@@ -284,7 +287,7 @@ def _reduce_and_scan() -> None:
 
 
 class _Memory:
-    """The storages of the tensors that the running kernel was given."""
+    """The storages of the running kernel's tensor arguments."""
 
     def __init__(self) -> None:
         self.spans: set[tuple[int, int]] = set()
@@ -314,8 +317,10 @@ _memory = _Memory()
 
 
 def _guard_memory() -> None:
-    """3.6, 3.9: a load or store out of bounds reads or writes whatever lies there. And lanes that a mask excludes are zero
-    without an `other`, as they were on an H100; Triton's documentation leaves them undefined, so floats are NaN here."""
+    """3.6, 3.9: loads and stores out of bounds are not noticed. The fix raises IndexError.
+
+    Masked lanes without an `other` are zero there, as they were on an H100. Triton's documentation leaves them undefined, so
+    the fix makes floats NaN."""
     stock_load, stock_store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     stock_convert, stock_call = interpreter._implicit_cvt, GridExecutor.__call__
 
@@ -355,7 +360,7 @@ def _as_int(value: object) -> int:
 
 
 def loop_range(start, end=None, step=1, **options):
-    """`range` and `tl.range` as the compiler has them: the loop variable is a tensor, of the widest type of the bounds."""
+    """`range` and `tl.range` as in the compiler: the loop variable is a tensor of the widest type of the bounds."""
     start, end = (0, start) if end is None else (start, end)
     bounds = [bound for bound in (start, end, step) if isinstance(bound, tl.tensor)]
     kind = tl.int64 if any(bound.dtype.primitive_bitwidth == 64 for bound in bounds) else tl.int32
@@ -364,7 +369,7 @@ def loop_range(start, end=None, step=1, **options):
 
 
 def join_truths(method: str, *operands):
-    """`and` and `or` as the compiler has them: tensors are combined, all else short-circuits."""
+    """`and` and `or` as in the compiler: tensors are combined element by element, other values short-circuit."""
     value = operands[0]()
     for operand in operands[1:]:
         if isinstance(value, tl.tensor):
@@ -375,13 +380,13 @@ def join_truths(method: str, *operands):
 
 
 def negate_truth(value):
-    """`not` as the compiler has it."""
+    """`not` as in the compiler."""
     return value.__not__() if isinstance(value, tl.tensor) else not value
 
 
 def _rewrite_kernels() -> None:
-    """3.6, 3.9: the variable of a loop is a Python int, so `i.to(tl.int64)` fails and what is computed of it does not wrap.
-    `and`, `or` and `not` ask a block for its truth, which is True: `mask_a and mask_b` is mask_b."""
+    """3.6, 3.9: a loop variable is a Python int, so that `i.to(tl.int64)` fails and arithmetic with it does not wrap. `and`,
+    `or` and `not` use a block's truth value, which is True, so that `mask_a and mask_b` is mask_b."""
 
     def call(name, *arguments):
         return ast.Call(func=ast.Name(id=name, ctx=ast.Load()), args=list(arguments), keywords=[])
@@ -404,7 +409,7 @@ def _rewrite_kernels() -> None:
         return ast.copy_location(call('negate_truth', node.operand), node) if isinstance(node.op, ast.Not) else node
 
     transformer = interpreter.ASTTransformer
-    if not hasattr(transformer, 'visit_Compare'):  # 3.6: what is assigned is not visited
+    if not hasattr(transformer, 'visit_Compare'):  # 3.6 does not visit the value of an assignment
         stock_assign = transformer.visit_Assign
 
         def visit_Assign(self, node):
@@ -413,29 +418,29 @@ def _rewrite_kernels() -> None:
 
         transformer.visit_Assign = visit_Assign
     transformer.visit_For, transformer.visit_BoolOp, transformer.visit_UnaryOp = visit_For, visit_BoolOp, visit_UnaryOp
-    # FunctionRewriter shows a kernel the globals of the interpreter.
+    # FunctionRewriter gives a kernel the globals of the interpreter.
     for helper in (loop_range, join_truths, negate_truth):
         setattr(interpreter, helper.__name__, helper)
 
 
 def _take_first_config() -> None:
-    """3.6, 3.9: an autotuner with several configurations asks the driver of a GPU for a benchmark. Equal times: the first of
-    those left by pruning wins."""
+    """3.6, 3.9: an autotuner with several configurations needs a GPU driver for its benchmark. The fix returns equal times,
+    so that the first configuration after pruning wins."""
     Autotuner._bench = lambda self, *args, config, **meta: [0.0, 0.0, 0.0]
 
 
 def _patch_language_once() -> None:
     """3.6, 3.9: `triton.language` is patched for every launch and every call of a device function, which takes most of the
-    time of a small kernel. This process only interprets, so once is enough.
+    time of a small kernel. This process only interprets, so the fix patches once.
 
-    Also: a builtin under a name of its own (`exp = tl.exp`) was not patched; and a block as a truth value (`if block`) was
-    True, where the compiler refuses."""
+    It also patches builtins under other names (`exp = tl.exp`), and refuses a block as a truth value (`if block`), as the
+    compiler does; there it was True."""
     modules = type('modules', (), {'__globals__': {'tl': tl, 'core': tl.core}})
     interpreter._patch_lang(modules)
 
     def to_bool(self):
         if sys._getframe(1).f_globals.get('__name__') == 'triton.language.semantic':
-            return True  # `if other` there means that one is given, as it does when compiling
+            return True  # `if other` there tests whether `other` is given, as in the compiler
         if self.handle.data.size != 1:
             raise TypeError('a block has no truth value: use tl.where, or reduce it to a scalar')
         return bool(self.handle.data.item())

@@ -1,4 +1,4 @@
-"""Small kernels by which the test support is tested."""
+"""Small kernels for the tests of the test support."""
 
 import triton
 import triton.language as tl
@@ -233,7 +233,7 @@ def scatter_add(a, b, S: tl.constexpr):
 
 
 @triton.jit
-def through_descriptors(a, b, M, N, S: tl.constexpr):
+def copy_by_descriptors(a, b, M, N, S: tl.constexpr):
     source = tl.make_tensor_descriptor(a, [M, N], [N, 1], [S, S])
     target = tl.make_tensor_descriptor(b, [M, N], [N, 1], [S, S])
     row = tl.program_id(0) * S
@@ -241,7 +241,7 @@ def through_descriptors(a, b, M, N, S: tl.constexpr):
 
 
 @triton.jit
-def refuses(a, b, S: tl.constexpr, WHAT: tl.constexpr):
+def refused(a, b, S: tl.constexpr, WHAT: tl.constexpr):
     i = tl.arange(0, S)
     x = tl.load(a + i)
     if WHAT == 'inline assembly':
@@ -278,7 +278,7 @@ def matmul(a, b, c, K, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def matmul_and_rows(a, b, c, K, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):
-    """`matmul` and, added to each of its rows, the sum of that row of a."""
+    """`matmul`, plus the sum of each row of a added to that row."""
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BK)
     total = tl.zeros((M, N), tl.float32)
     rows = tl.zeros((M, BK), tl.float32)

@@ -1,11 +1,10 @@
 """Runs tests marked `interpreted` in a child process with TRITON_INTERPRET=1, and reports each as if it had run here.
 
-A kernel decides on import whether it is compiled or interpreted, so one process cannot do both. Every pytest process (each
-worker of xdist as well) starts one child when it meets its first such test, keeps it to the end, and sends it one test after
-another; a child that dies fails the test it was running, and the next test gets a new one. Nothing of such a test runs here,
-its fixtures neither.
+A kernel decides on import whether it is compiled or interpreted, so one process cannot do both. Each pytest process, xdist
+workers included, starts one child at its first such test, and sends it one test after another until the end. If a child
+dies, its test fails and the next test gets a new child. The test and its fixtures run in the child only.
 
-To debug one, run it without a child: `TRITON_INTERPRET=1 pytest --pdb ...`. Then the tests that are not marked are skipped.
+To debug such a test, run it without a child: `TRITON_INTERPRET=1 pytest --pdb ...`, which skips all unmarked tests.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if _child not in config.stash or not config.stash[_child].alive:
         config.stash[_child] = _Child(config, item.path)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    # The fixtures that an earlier test of this process left for its neighbours.
+    # Tears down fixtures that earlier tests of this process share with later ones.
     teardown = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), when='teardown')
     reports = config.stash[_child].run(item, nextitem)
     if teardown.excinfo:
@@ -66,7 +65,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 class _Child:
-    """The other end of `_Server`."""
+    """The parent's end of the connection to a `_Server`."""
 
     def __init__(self, config: pytest.Config, path: Path) -> None:
         self.config = config
@@ -91,20 +90,20 @@ class _Child:
         return self.process.poll() is None
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
-        """The reports of one test. The child learns what comes next for it, so that the two can share fixtures."""
+        """Returns the reports of one test. The child is sent its next test too, so that the two can share fixtures."""
         following = nextitem if nextitem is not None and nextitem.get_closest_marker('interpreted') else None
         try:
             self.connection.send([(str(i.path), i.nodeid) for i in (item, following) if i is not None])
             reports = self.connection.recv()
         except (EOFError, OSError):
-            return [self._obituary(item)]
+            return [self._crash_report(item)]
         return [self.config.hook.pytest_report_from_serializable(config=self.config, data=data) for data in reports]
 
-    def _obituary(self, item: pytest.Item) -> pytest.TestReport:
+    def _crash_report(self, item: pytest.Item) -> pytest.TestReport:
         status = self.process.wait()
         self.errors.seek(0)
         last = self.errors.read()[-4000:].decode(errors='replace')
-        text = f'The interpreting process ended with status {status}. Its last words:\n{last}'
+        text = f'The interpreting process ended with status {status}. Its last output:\n{last}'
         return pytest.TestReport(item.nodeid, item.location, dict.fromkeys(item.keywords, 1), 'failed', text, 'call')
 
     def close(self) -> None:
@@ -114,7 +113,7 @@ class _Child:
 
 
 class _Server:
-    """The child's pytest, which collects a file when the first test of it is asked for."""
+    """The child's pytest plugin, which collects a file at its first requested test."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -130,11 +129,11 @@ class _Server:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         while True:
             try:
-                asked = self.connection.recv()
+                wanted = self.connection.recv()
             except EOFError:
                 return True
             self.reports = []
-            item, nextitem = ([self._find(session, *one) for one in asked] + [None])[:2]
+            item, nextitem = ([self._find(session, *one) for one in wanted] + [None])[:2]
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
             self.connection.send(self.reports)
 

@@ -1,11 +1,11 @@
-"""Whether a pipelined loop refills shared memory that an asynchronous product may still read: of wgmma, which is Hopper's.
+"""Checks whether a pipelined loop refills shared memory that an asynchronous product (wgmma, on Hopper) may still read.
 
-For an operand of such a product Triton keeps one buffer more than there are copies under way, since a product may go on
-while the next step begins. Not so if the same load is also used outside of products: then (Triton 3.6 and 3.9) the copy for
-a later step goes into the very buffer that the product just started reads. Results are wrong where the product comes late,
-which is rare: some hundred numbers of 100 million on an H200. Past the end of a loop such a copy fills in zeros.
+For an operand of such a product Triton has one buffer more than copies in flight, because a product may run on while the
+next step begins. Triton 3.6 and 3.9 omit that buffer if the same load is also used outside of products. The copy for a
+later step then goes into the buffer that the product just started is reading. Results are wrong where the product is late,
+which is rare: some hundred numbers of 100 million on an H200. Past the end of a loop such a copy writes zeros.
 
-What cannot be followed is an error: a later Triton may write its loops in another way.
+A form that the check does not support is an error, because a later Triton may write its loops in another way.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ _WAIT = re.compile(rf'({_NAME})(:\d+)? = ttng\.warp_group_dot_wait (.*) {{pendin
 _LOOP = re.compile(r'( *).*\bscf\.(?:for|while)\b')
 _SECOND_HALF = re.compile(r' *} do {')
 _UNKNOWN = ('async_tma_copy_global_to_local', 'async_tma_gather', 'async_bulk_copy')
-# more than the buffers of a loop
+# More steps than a loop has buffers.
 _STEPS = 12
 
 
 class NotFollowed(Exception):
-    """A form that the check does not know."""
+    """The TTGIR has a form that the check does not support."""
 
 
 @dataclass
 class _Region:
-    """A loop's body, or what is around all loops.
+    """The body of a loop, or the code around all loops.
 
-    ahead, behind: how often each buffer was copied to, and read by a product, before the loop.
-    events: 'copy', 'product' and 'wait' in their order, those of loops within it left out: with buffers, and for a wait how
-    many products it leaves under way.
+    copied, read: how often each buffer was copied to, and read by a product, before the loop.
+    events: 'copy', 'product' and 'wait' in their order, without those of inner loops, each with its buffers and, for a wait,
+    the number of products that it leaves running.
     """
 
     end: str
-    ahead: dict[str, int] = field(default_factory=dict)
-    behind: dict[str, int] = field(default_factory=dict)
+    copied: dict[str, int] = field(default_factory=dict)
+    read: dict[str, int] = field(default_factory=dict)
     events: list[tuple[str, list[str], int]] = field(default_factory=list)
 
     def count(self, kind: str) -> dict[str, int]:
@@ -50,10 +50,10 @@ class _Region:
 
 
 def refilled_too_early(ttgir: str) -> list[str]:
-    """The buffers, by their names in a kernel's TTGIR, that a copy may write while a product reads them.
+    """Returns the names, in a kernel's TTGIR, of the buffers that a copy may write while a product reads them.
 
     Raises:
-        NotFollowed: for asynchronous products whose operands, and copies whose targets, are no known buffers.
+        NotFollowed: an operand of an asynchronous product, or the target of a copy, is not a buffer.
     """
     if 'isAsync = true' not in ttgir:
         return []
@@ -66,9 +66,9 @@ def refilled_too_early(ttgir: str) -> list[str]:
         if match := _LOOP.match(line):
             regions.append(_Region(match[1] + '}', inner.count('copy'), inner.count('product')))
         elif inner.end and line.startswith(inner.end) and not _SECOND_HALF.match(line):
-            found += _played(regions.pop(), sizes)
+            found += _simulate(regions.pop(), sizes)
         elif match := _BUFFERS.search(line):
-            # what is made of registers is no ring of buffers
+            # A buffer filled from registers is not a ring.
             sizes[match[1]] = 0 if match[2] else int(match[3])
             views[match[1]] = match[1]
         elif match := _VIEW.search(line):
@@ -98,19 +98,19 @@ def _buffer(views: dict[str, str], name: str, line: str) -> str:
     return views[name]
 
 
-def _played(loop: _Region, sizes: dict[str, int]) -> list[str]:
-    """Some steps of a loop, in which products read what was copied first."""
+def _simulate(loop: _Region, sizes: dict[str, int]) -> list[str]:
+    """Simulates some steps of a loop whose products read the buffers in the order of the copies."""
     found: list[str] = []
-    under_way: list[set[tuple[str, int]]] = []
+    running: list[set[tuple[str, int]]] = []
     for step in range(_STEPS):
         for kind, buffers, pending in loop.events:
             if kind == 'wait':
-                under_way = under_way[max(0, len(under_way) - pending) :]
+                running = running[max(0, len(running) - pending) :]
                 continue
-            before = loop.ahead if kind == 'copy' else loop.behind
+            before = loop.copied if kind == 'copy' else loop.read
             slots = {(buffer, (step + before.get(buffer, 0)) % sizes[buffer]) for buffer in buffers if sizes[buffer]}
             if kind == 'product':
-                under_way.append(slots)
+                running.append(slots)
             else:
-                found += [buffer for buffer, _ in slots.intersection(set().union(*under_way))]
+                found += [buffer for buffer, _ in slots.intersection(set().union(*running))]
     return found

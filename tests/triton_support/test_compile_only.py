@@ -1,4 +1,4 @@
-"""Compiling for GPUs that are not here."""
+"""Tests of compiling for GPUs that the machine does not have."""
 
 import os
 
@@ -42,7 +42,7 @@ def test_every_architecture(capability):
 
 
 def test_too_much_shared_memory_is_reported():
-    # Of seven stages of 64 × 128 and 128 × 64 bf16, 32 KiB each, an A100 keeps six and an H100 seven.
+    # An A100 holds six stages of 64 × 128 and 128 × 64 bf16, 32 KiB each, and an H100 seven.
     with compile_only((9, 0)) as compiled:
         matmul(128, num_stages=7)
     assert 163 * 1024 < compiled[0].shared <= 227 * 1024
@@ -58,8 +58,8 @@ def compile_two(capability):
 
 
 @pytest.mark.parametrize('stages', [2, 3, 4])
-def test_memory_that_is_refilled_while_products_read_it_is_reported(stages):
-    """Not where products are not asynchronous, nothing is loaded ahead, or an operand is only that: see `refills`."""
+def test_memory_refilled_while_products_read_it_is_reported(stages):
+    """Nothing is reported for synchronous products, without loads ahead, and for a tile that only products read."""
     for capability, options in (((8, 0), {}), ((9, 0), {'num_stages': 1}), ((9, 0), {'kernel': kernels.matmul})):
         with compile_only(capability):
             matmul(**{'kernel': kernels.matmul_and_rows, 'num_stages': stages, **options})
@@ -92,16 +92,16 @@ def test_tensors_without_memory():
     assert len(compiled) == 1
 
 
-def test_a_kept_kernel_is_not_launched():
+def test_a_cached_kernel_is_not_launched():
     x = torch.ones(16)
     with compile_only((9, 0)):
-        kept = kernels.unmasked_copy[(1,)](torch.zeros(16), x, 16)
-        kept[(1, 1, 1)](torch.zeros(16), x)
-        kept.run(1, 1, 1, 0, None, kept.packed_metadata, None, None, None, torch.zeros(16), x)
+        cached = kernels.unmasked_copy[(1,)](torch.zeros(16), x, 16)
+        cached[(1, 1, 1)](torch.zeros(16), x)
+        cached.run(1, 1, 1, 0, None, cached.packed_metadata, None, None, None, torch.zeros(16), x)
     assert (x == 1).all()
 
 
-def test_the_capability_is_that_of_the_target_and_then_again_not():
+def test_the_capability_is_that_of_the_target_in_the_block():
     before = devices.capability_of(), is_nvidia_hopper(), driver._active, os.environ.get('TRITON_CACHE_DIR')
     with compile_only((9, 0)):
         assert devices.capability_of() == devices.capability_of(torch.device('cpu')) == (9, 0)

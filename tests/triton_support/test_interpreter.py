@@ -1,4 +1,4 @@
-"""The mended interpreter against torch and float64; and the stock one, to show that these tests can fail."""
+"""The fixed interpreter against torch and float64, and the stock one, which shows that these tests can fail."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ def test_dot_of_halves_accumulates_in_fp32(dtype, precision):
 
 @interpreted
 @pytest.mark.parametrize(('precision', 'least', 'most'), [('ieee', 0, 2e-5), ('tf32x3', 0, 2e-5), ('tf32', 1e-3, 5e-2)])
-def test_dot_of_fp32_reads_what_a_tensor_core_reads(precision, least, most):
+def test_dot_of_fp32_reads_as_a_tensor_core_does(precision, least, most):
     a, b = torch.randn(32, 64), torch.randn(64, 16)
     c = torch.empty(32, 16)
     kernels.dot[(1,)](a, b, c, 32, 64, 16, precision)
@@ -118,7 +118,7 @@ def test_conversions_round_to_nearest_even(source, target):
 
 @interpreted
 def test_fp64_to_bf16_rounds_once():
-    x = torch.tensor([1 + 2**-8 + 2**-40] * 16, dtype=FP64)  # float32 in between would make a tie of it
+    x = torch.tensor([1 + 2**-8 + 2**-40] * 16, dtype=FP64)  # rounding to float32 first would make it a tie
     y = torch.empty(16, dtype=BF16)
     kernels.convert[(1,)](x, y, 16)
     assert (y == 1 + 2**-7).all()
@@ -278,7 +278,7 @@ def test_atomic_add_with_shared_addresses(dtype):
 def test_tensor_descriptors(dtype):
     x = torch.randn(24, 16, dtype=dtype)  # the second block of 16 rows is half outside
     y = torch.empty_like(x)
-    kernels.through_descriptors[(2,)](x, y, 24, 16, 16)
+    kernels.copy_by_descriptors[(2,)](x, y, 24, 16, 16)
     exactly(y, x * 2)
 
 
@@ -308,9 +308,9 @@ REFUSED = {
 
 @interpreted
 @pytest.mark.parametrize('what', REFUSED)
-def test_what_cannot_be_right_is_refused(what):
+def test_unsupported_code_is_refused(what):
     with pytest.raises(Exception, match=REFUSED[what]) as refusal:
-        kernels.refuses[(1,)](torch.zeros(16), torch.zeros(16), 16, what)
+        kernels.refused[(1,)](torch.zeros(16), torch.zeros(16), 16, what)
     assert type(refusal.value).__name__ == 'InterpreterError'
 
 
@@ -329,7 +329,7 @@ print(not (z - (x + y)).abs().max().item() < 1)
 
 @pytest.mark.triton
 def test_the_stock_interpreter_is_wrong_about_bf16():
-    """If this fails, Triton has been mended: see what of `interpreter` is still needed."""
+    """If this fails, Triton has fixed its interpreter: check which parts of `interpreter` are still needed."""
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, 'TRITON_INTERPRET': '1'}
     environment['PYTHONPATH'] = os.pathsep.join(filter(None, [root, os.environ.get('PYTHONPATH')]))

@@ -1,4 +1,4 @@
-"""The child process that interprets, seen from the tests that run in it and from outside."""
+"""The interpreting child process, seen from tests that run in it and from outside."""
 
 import os
 import subprocess

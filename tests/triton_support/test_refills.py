@@ -1,4 +1,4 @@
-"""Loops as Triton writes them, played by hand."""
+"""Loops of TTGIR as Triton writes them, simulated."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def wait(left):
 
 
 def of(buffers, *before, loop, head='%r:3 = scf.for %i = %c0 to %c9 step %c1 iter_args(%acc = %z) -> (i32) : i32 {'):
-    """TTGIR with a ring of so many buffers, what stands before the loop, and its body."""
+    """Returns TTGIR with a ring of `buffers` buffers, the lines before a loop, and its body."""
     lines = [BUFFERS.format(buffers), *('  ' + line for one in before for line in one.split('\n')), '  ' + head]
     lines += [f'    {line}' for one in loop for line in one.split('\n')]
     return '\n'.join([*lines, '    scf.yield %d', '  } loc(#loc)'])
@@ -36,23 +36,23 @@ def of(buffers, *before, loop, head='%r:3 = scf.for %i = %c0 to %c9 step %c1 ite
         (3, [COPY, COPY], [PRODUCT, wait(1), COPY], False),
         (2, [COPY, COPY], [PRODUCT, wait(1), COPY], True),
         (2, [COPY, COPY], [PRODUCT, wait(0), COPY], False),
-        # the wait comes too late, or is by a product that is not asynchronous
+        # The wait comes too late, or a synchronous product waits.
         (2, [COPY, COPY], [PRODUCT, COPY, wait(0)], True),
         (2, [COPY, COPY], [PRODUCT, SYNC, COPY], False),
-        # one copy ahead: the one before the product goes into what the product of the step before still reads
+        # One copy ahead: the copy before the product goes into the buffer that the previous product still reads.
         (2, [COPY], [COPY, PRODUCT, wait(1)], True),
         (2, [COPY], [PRODUCT, wait(1), COPY], False),
         (1, [], [COPY, PRODUCT, wait(0)], False),
         (1, [], [COPY, PRODUCT, wait(1)], True),
-        # of two products a step; the second is of registers
+        # Two products a step, the second of registers.
         (2, [COPY, COPY], [PRODUCT, OTHER, wait(1), COPY], False),
         (2, [COPY, COPY], [PRODUCT, OTHER, wait(2), COPY], True),
         (2, [COPY, COPY], [OTHER, PRODUCT, wait(1), COPY], True),
         (3, [COPY, COPY], [PRODUCT, OTHER, wait(4), COPY], True),
-        # the first product stands before the loop
+        # The first product stands before the loop.
         (3, [COPY, COPY, COPY, PRODUCT], [PRODUCT, wait(1), COPY], False),
         (3, [COPY, COPY, COPY, PRODUCT], [PRODUCT, wait(2), COPY], True),
-        # what products read goes through another view, or the results of a wait, or is in registers but for one operand
+        # Products read another view, or the results of a wait, or only one operand from memory.
         (2, [COPY, COPY], [THROUGH_A_VIEW, wait(1), COPY], True),
         (2, [COPY, COPY], [FROM, wait(1), OF_A_WAIT, COPY], True),
         (3, [COPY, COPY], [FROM, wait(1), OF_A_WAIT, COPY], True),
@@ -65,7 +65,7 @@ def test_loops(buffers, before, loop, refilled):
     assert refilled_too_early(of(buffers, *before, loop=loop)) == ['%x'] * refilled
 
 
-def test_loops_within_and_after_others():
+def test_loops_in_and_after_other_loops():
     bad, good = ([PRODUCT, wait(left), COPY] for left in (1, 0))
     inner = lambda body: of(2, COPY, COPY, loop=body)  # noqa: E731
     for loop, refilled in ((bad, ['%x']), (good, [])):
@@ -86,6 +86,6 @@ def test_loops_within_and_after_others():
         f'%d = ttng.warp_group_dot %from * %from {ASYNC}',
     ],
 )
-def test_what_is_not_followed_is_an_error(line):
+def test_unknown_forms_are_errors(line):
     with pytest.raises(NotFollowed):
         refilled_too_early(of(2, COPY, COPY, loop=[PRODUCT, wait(0), line]))

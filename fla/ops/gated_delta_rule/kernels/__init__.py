@@ -1,1 +1,1 @@
-"""Triton kernels of the gated delta rule. Importing this package needs triton."""
+"""Triton kernels of the gated delta rule. Importing this package needs Triton."""

@@ -1,7 +1,10 @@
-"""Forward of the chunked gated delta rule: what is parallel over chunks.
+"""Forward of the chunked gated delta rule, the parts that are parallel over chunks (Yang et al. 2024, arXiv 2412.06464).
 
-`prepare` inverts the system of each chunk; `states_forward` solves with it, one chunk after the other. That gives the
-outputs, for which `prepare` leaves the scores, or `outputs` reads the states back.
+With G the running log decay of a chunk, L = tril(beta k k^T e^{G - G'}, -1) and M = scale tril(q k^T e^{G - G'}), `prepare`
+inverts the system I + L of each chunk. `states_forward` then solves with the inverse, one chunk after the other. Either it
+also writes the outputs, from the scores M that `prepare` stores, or `outputs` reads the states back.
+
+In the shapes below, rows is the number of rows of the chunk table (`fla.ops.launch.kernels.layout`).
 """
 
 from __future__ import annotations
@@ -9,45 +12,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fla.ops.gated_delta_rule.kernels.gates import gate_of
 from fla.ops.launch.kernels.layout import chunk_of
-from fla.ops.recurrence.kernels.gates import beta_of, exp32, inverse_norm, softplus
+from fla.ops.recurrence.kernels.gates import exp32, inverse_norm, load_beta
 from fla.ops.recurrence.kernels.solve import unit_lower_inverse
 
 
 @triton.jit
-def gate_of(g, hv, A_log, dt_bias, GATE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The log decay: g itself, or -exp(A_log) softplus(g + dt_bias); at least -1000, because -inf - -inf is NaN."""
-    if GATE:
-        if HAS_BIAS:
-            g += tl.load(dt_bias + hv).to(tl.float32)
-        g = -tl.exp(tl.load(A_log + hv).to(tl.float32)) * softplus(g)
-    return tl.where(g < -1000.0, -1000.0, g)
-
-
-@triton.jit
-def load_beta(beta, beta_at, b_t, steps, inside, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
-    """beta of the steps of a chunk, 0 outside it."""
-    raw = tl.load(beta + beta_at + steps.to(tl.int64) * b_t, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(inside, beta_of(raw, SIGMOID, DOUBLE), 0.0)
-
-
-@triton.jit
-def solved(X, R, PRECISION: tl.constexpr):
-    """(I + X) R: R itself, not rounded, and what the strictly triangular X `[SIZE, SIZE]` adds."""
+def apply_inverse(X, R, PRECISION: tl.constexpr):
+    """Returns (I + X) R for a strictly lower-triangular X `[SIZE, SIZE]`. R is rounded in the product X R only."""
     return tl.dot(X, R.to(X.dtype), R, input_precision=PRECISION)
 
 
 @triton.jit
-def store_scores(scores, q_factor, k_factor, Gc, steps, inside, attend, selves, token, HV: tl.constexpr, SIZE: tl.constexpr):
-    """Written, of the scores M = scale tril(q k^T e^{G - G'}): those of each step with the ones before it, `attend` in k's
-    dtype `[B, T, HV, SIZE]`, and with itself, `selves` in float32 `[B, T, HV]`. The latter are most of the outputs, and
-    rounding them would change those more than all the rest does."""
+def store_scores(
+    qk, q_factor, k_factor, Gc, steps, inside, attend, diag_scores, token, HV: tl.constexpr, SIZE: tl.constexpr
+):
+    """Writes the scores M = scale tril(q k^T e^{G - G'}) from the products `qk` = q k^T.
+
+    `attend` `[B, T, HV, SIZE]`, in k's dtype, gets M below the diagonal, and `diag_scores`, float32 `[B, T, HV]`, the
+    diagonal. The diagonal is most of the outputs, and rounding it would change the outputs more than all other roundings."""
     i, j = steps[:, None], steps[None, :]
-    own = steps.to(tl.int64) * HV
-    scores *= q_factor[:, None] * k_factor[None, :]
-    tl.store(selves + token + own, tl.sum(tl.where(i == j, scores, 0.0), 1), mask=inside)
-    M = tl.where(i > j, scores * exp32(tl.where(i > j, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
-    at = token * SIZE + own[:, None] * SIZE + j
+    step_row = steps.to(tl.int64) * HV
+    qk *= q_factor[:, None] * k_factor[None, :]
+    tl.store(diag_scores + token + step_row, tl.sum(tl.where(i == j, qk, 0.0), 1), mask=inside)
+    M = tl.where(i > j, qk * exp32(tl.where(i > j, Gc[:, None] - Gc[None, :], 0.0)), 0.0)
+    at = token * SIZE + step_row[:, None] * SIZE + j
     tl.store(attend + at, M.to(attend.dtype.element_ty), mask=inside[:, None])
 
 
@@ -64,7 +54,7 @@ def prepare(
     rq,
     rk,
     attend,
-    selves,
+    diag_scores,
     inverse,
     cu_seqlens,
     table,
@@ -97,9 +87,17 @@ def prepare(
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV,). Written: G, wide, `beta32`, which is beta after SIGMOID and DOUBLE, and rk, float32, `[B, T, HV]`;
-    (I + L)^-1 - I as `inverse` `[B, T, HV, SIZE]` in k's dtype, L = tril(beta k k^T e^{G - G'}, -1); with ATTEND also rq and
-    what `store_scores` writes."""
+    """Grid (rows * HV,). Inverts the system I + L of each chunk.
+
+    Args:
+        q, k: `[B, T, H, K]` by strides, the last 1. g, beta: `[B, T, HV]` by strides. A_log, dt_bias: `[HV]`, read with
+            GATE.
+        G: written, running log decay, float32 or float64 `[B, T, HV]`.
+        beta32: written, beta after SIGMOID and DOUBLE, float32 `[B, T, HV]`.
+        rk: written with NORMALISE, 1 / norm of k, float32 `[B, T, HV]`. rq: that of q, written with ATTEND and NORMALISE.
+        attend, diag_scores: written with ATTEND, the scores: see `store_scores`.
+        inverse: written, (I + L)^-1 - I, `[B, T, HV, SIZE]` in k's dtype.
+    """
     pid = tl.program_id(0)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -113,40 +111,40 @@ def prepare(
     k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
     q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
     token = (batch64 * T + first64) * HV + hv
-    own = steps.to(tl.int64) * HV
+    step_row = steps.to(tl.int64) * HV
     gate = tl.load(g + batch64 * g_b + first64 * g_t + hv * g_h + steps.to(tl.int64) * g_t, mask=inside, other=0.0)
     gate = gate_of(gate.to(tl.float32), hv, A_log, dt_bias, GATE, HAS_BIAS)
     Gc = tl.cumsum(tl.where(inside, gate, 0.0).to(G.dtype.element_ty), 0)
-    tl.store(G + token + own, Gc, mask=inside)
-    bt = load_beta(beta, batch64 * b_b + first64 * b_t + hv.to(tl.int64) * b_h, b_t, steps, inside, SIGMOID, DOUBLE)
-    # for the recurrences: ahead are loaded 32 bits at least, which scattered numbers in 16 bits are not
-    tl.store(beta32 + token + own, bt, mask=inside)
-    scores = tl.zeros([SIZE, SIZE], tl.float32)
-    for_q = tl.zeros([SIZE, SIZE], tl.float32)
+    tl.store(G + token + step_row, Gc, mask=inside)
+    bt = load_beta(beta + (batch64 * b_b + first64 * b_t + hv.to(tl.int64) * b_h), b_t, steps, inside, SIGMOID, DOUBLE)
+    # The recurrences load beta ahead. Asynchronous copies take at least 32 bits, which strided 16-bit numbers are not.
+    tl.store(beta32 + token + step_row, bt, mask=inside)
+    kk = tl.zeros([SIZE, SIZE], tl.float32)
+    qk = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
         mask = inside[:, None] & (cols[None, :] < K)
         keys = tl.load(k_ptr + steps[:, None].to(tl.int64) * k_t + cols[None, :], mask=mask, other=0.0)
-        scores += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+        kk += tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
         if ATTEND:
             Q = tl.load(q_ptr + steps[:, None].to(tl.int64) * q_t + cols[None, :], mask=mask, other=0.0)
-            for_q += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
-    norm = tl.full([SIZE], 1.0, tl.float32)
+            qk += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
+    k_norm = tl.full([SIZE], 1.0, tl.float32)
     if NORMALISE:
-        norm = inverse_norm(k_ptr, k_t, steps[:, None].to(tl.int64), inside, K, BK)
-        tl.store(rk + token + own, norm, mask=inside)
-        scores *= norm[:, None] * norm[None, :]
+        k_norm = inverse_norm(k_ptr, k_t, steps[:, None].to(tl.int64), inside, K, BK)
+        tl.store(rk + token + step_row, k_norm, mask=inside)
+        kk *= k_norm[:, None] * k_norm[None, :]
     strict = steps[:, None] > steps[None, :]
     decay = exp32(tl.where(strict, Gc[:, None] - Gc[None, :], 0.0))
-    square = token * SIZE + own[:, None] * SIZE + steps[None, :]
+    square = token * SIZE + step_row[:, None] * SIZE + steps[None, :]
     if ATTEND:
-        factor = tl.zeros([SIZE], tl.float32) + scale
+        q_factor = tl.zeros([SIZE], tl.float32) + scale
         if NORMALISE:
             q_norm = inverse_norm(q_ptr, q_t, steps[:, None].to(tl.int64), inside, K, BK)
-            tl.store(rq + token + own, q_norm, mask=inside)
-            factor *= q_norm
-        store_scores(for_q, factor, norm, Gc, steps, inside, attend, selves, token, HV, SIZE)
-    X = unit_lower_inverse(tl.where(strict, scores * decay * bt[:, None], 0.0), INVERSE_PRECISION)
+            tl.store(rq + token + step_row, q_norm, mask=inside)
+            q_factor *= q_norm
+        store_scores(qk, q_factor, k_norm, Gc, steps, inside, attend, diag_scores, token, HV, SIZE)
+    X = unit_lower_inverse(tl.where(strict, kk * decay * bt[:, None], 0.0), INVERSE_PRECISION)
     tl.store(inverse + square, tl.where(strict, X, 0.0).to(inverse.dtype.element_ty), mask=inside[:, None])
 
 
@@ -180,7 +178,16 @@ def outputs(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows * HV * ceil(V / BV),): o = scale (e^G Q S + tril(Q K^T e^{G - G'}) U')."""
+    """Grid (rows * HV * ceil(V / BV),). Computes o = scale (e^G Q S + tril(Q K^T e^{G - G'}) U').
+
+    Args:
+        q, k: `[B, T, H, K]` by strides, the last 1.
+        v_new: U', `[B, T, HV, V]` in k's dtype, contiguous.
+        G: running log decay, float32 or float64 `[B, T, HV]`.
+        rk: 1 / norm of k, float32 `[B, T, HV]`, read with NORMALISE.
+        h: state S before each chunk, `[rows, HV, K, V]` in k's dtype.
+        o: written, `[B, T, HV, V]`, contiguous.
+    """
     vb, pid = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     row, hv = pid // HV, pid % HV
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
@@ -194,11 +201,11 @@ def outputs(
     q_ptr = q + batch64 * q_b + first64 * q_t + head * q_h
     k_ptr = k + batch64 * k_b + first64 * k_t + head * k_h
     token = (batch64 * T + first64) * HV + hv
-    own = steps.to(tl.int64) * HV
+    step_row = steps.to(tl.int64) * HV
     vc = vb * BV + tl.arange(0, BV)
     v_mask = inside[:, None] & (vc[None, :] < V)
     acc = tl.zeros([SIZE, BV], tl.float32)
-    scores = tl.zeros([SIZE, SIZE], tl.float32)
+    qk = tl.zeros([SIZE, SIZE], tl.float32)
     h_ptr = h + (row.to(tl.int64) * HV + hv) * K * V
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)
@@ -207,19 +214,20 @@ def outputs(
         keys = tl.load(k_ptr + steps[:, None].to(tl.int64) * k_t + cols[None, :], mask=mask, other=0.0)
         S = tl.load(h_ptr + cols[:, None] * V + vc[None, :], mask=(cols[:, None] < K) & (vc[None, :] < V), other=0.0)
         acc += tl.dot(Q, S, input_precision=PRECISION)
-        scores += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
-    Gc = tl.load(G + token + own, mask=inside, other=0.0)
+        qk += tl.dot(Q, tl.trans(keys), input_precision=PRECISION)
+    Gc = tl.load(G + token + step_row, mask=inside, other=0.0)
     causal = (steps[:, None] > steps[None, :]) & inside[None, :]
-    scores *= exp32(tl.where(causal, Gc[:, None] - Gc[None, :], 0.0))
-    grown = exp32(Gc)
+    qk *= exp32(tl.where(causal, Gc[:, None] - Gc[None, :], 0.0))
+    from_start = exp32(Gc)
     if NORMALISE:
-        scores *= tl.load(rk + token + own, mask=inside, other=0.0)[None, :]
-    itself = tl.sum(tl.where(steps[:, None] == steps[None, :], scores, 0.0), 1)
-    scores = tl.where(causal, scores, 0.0)
-    update = tl.load(v_new + token * V + own[:, None] * V + vc[None, :], mask=v_mask, other=0.0)
-    acc = acc * grown[:, None] + itself[:, None] * update.to(tl.float32)
-    acc += tl.dot(scores.to(update.dtype), update, input_precision=PRECISION)
-    factor = tl.zeros([SIZE], tl.float32) + scale
+        qk *= tl.load(rk + token + step_row, mask=inside, other=0.0)[None, :]
+    diagonal = tl.sum(tl.where(steps[:, None] == steps[None, :], qk, 0.0), 1)
+    qk = tl.where(causal, qk, 0.0)
+    update = tl.load(v_new + token * V + step_row[:, None] * V + vc[None, :], mask=v_mask, other=0.0)
+    acc = acc * from_start[:, None] + diagonal[:, None] * update.to(tl.float32)
+    acc += tl.dot(qk.to(update.dtype), update, input_precision=PRECISION)
+    q_factor = tl.zeros([SIZE], tl.float32) + scale
     if NORMALISE:
-        factor *= inverse_norm(q_ptr, q_t, steps[:, None].to(tl.int64), inside, K, BK)
-    tl.store(o + token * V + own[:, None] * V + vc[None, :], (acc * factor[:, None]).to(o.dtype.element_ty), mask=v_mask)
+        q_factor *= inverse_norm(q_ptr, q_t, steps[:, None].to(tl.int64), inside, K, BK)
+    acc *= q_factor[:, None]
+    tl.store(o + token * V + step_row[:, None] * V + vc[None, :], acc.to(o.dtype.element_ty), mask=v_mask)

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fla.ops.gated_delta_rule.kernels.backward import finish_gates, finish_heads, scores, through, within
+from fla.ops.gated_delta_rule.kernels.backward import inter_chunk_bwd, intra_chunk_bwd, scores
 from fla.ops.gated_delta_rule.kernels.forward import outputs, prepare
+from fla.ops.gated_delta_rule.kernels.gates import gates_backward
+from fla.ops.gated_delta_rule.kernels.heads import heads_backward
 from fla.ops.gated_delta_rule.kernels.states import states_forward
 from fla.ops.gated_delta_rule.kernels.states_backward import states_backward
 from fla.ops.gated_delta_rule.kernels.turns import programs_of, turns_of
@@ -232,7 +234,7 @@ def chunk_backward(
     from_q, from_k = attend, torch.empty_like(inverse)
     shares = 1 + cdiv(dim_k, rule.block_k)
     d_G, d_beta = (_empty(q, shares, batch, length, heads, dtype=torch.float32) for _ in range(2))
-    launch(within, (chunks,))(
+    launch(intra_chunk_bwd, (chunks,))(
         *(q, k, v, beta, do, G, rq, rk, v_new, D, dv, from_q, from_k, d_G, d_beta),
         *(cu_seqlens, layout.table, options.scale, length),
         *(*strides_qk, *v.stride()[:3], *beta.stride()),
@@ -244,7 +246,7 @@ def chunk_backward(
         num_warps=rule.warps,
     )
     dq_each, dk_each = (_empty(q, batch, length, heads, dim_k) for _ in range(2))
-    launch(through, ((shares - 1) * chunks,))(
+    launch(inter_chunk_bwd, ((shares - 1) * chunks,))(
         *(q, k, beta, do, G, rq, rk, v_new, D, h, dh, from_q, from_k, dq_each, dk_each, d_G, d_beta),
         *(cu_seqlens, layout.table, options.scale, length, batch * length, *strides_qk, *beta.stride()),
         **common,
@@ -263,7 +265,7 @@ def chunk_backward(
         # sums go over steps of no sequence as well, of which there are none but in lengths that nobody has checked
         dg.zero_()
         dA.zero_()
-    launch(finish_gates, (chunks,))(
+    launch(gates_backward, (chunks,))(
         *(g, beta, A_log, dt_bias, d_G, d_beta, dg, dbeta, dA, cu_seqlens, layout.table, length, batch * length),
         *(*g.stride(), *beta.stride()),
         **of_beta,
@@ -279,7 +281,7 @@ def chunk_backward(
     if normalise or groups != heads:
         if groups != heads:
             dq, dk = (_empty(q, batch, length, groups, dim_k) for _ in range(2))
-        launch(finish_heads, (layout.rows * groups,))(
+        launch(heads_backward, (layout.rows * groups,))(
             *(q, k, dq_each, dk_each, dq, dk, cu_seqlens, layout.table, length, *strides_qk),
             H=groups,
             HV=heads,

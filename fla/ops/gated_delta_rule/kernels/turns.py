@@ -1,9 +1,10 @@
-"""Turns of a recurrence, for when its programs are up to half as many again as the multiprocessors, each of which holds one
-or is slowed down by a second.
+"""Turns of a recurrence: several launches that spread slightly too many programs evenly over the multiprocessors.
 
-In one launch, what does not find a place of its own waits for a whole program to end, or shares: the GPU takes about as
-long as for twice as many. Instead there are n launches. In each of them 1 / n of the heads rest, and each of the others goes
-on by 1 / (n - 1) of its chunks, from the state in which it stopped. That takes n / (n - 1) of a program's time.
+Turns help where there are up to 1.5 times as many programs as multiprocessors, and a multiprocessor holds one program or is
+slowed down by a second one. In a single launch, the programs that find no free multiprocessor wait for another to end or
+share one, so that the GPU takes about as long as for twice as many programs. With n turns there are n launches. In each of
+them 1 / n of the heads rest, and each other head advances by 1 / (n - 1) of its chunks, from the state in which it stopped.
+All turns together take n / (n - 1) times as long as one program.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A turn reads and writes its state, which takes as long as a few chunks.
+# Least chunks of a turn: a turn reads and writes its state, which takes as long as a few chunks.
 LEAST_CHUNKS = 16
 MOST_TURNS = 8
 
 
 def turns_of(heads: int, blocks: int, chunks: int, multiprocessors: int) -> int:
-    """How many turns the heads of all sequences take, of `blocks` programs and `chunks` chunks each; 1 for a plain launch.
-    So few that no turn is without chunks."""
+    """Returns the number of turns, 1 for a plain launch, and never so many that a turn has no chunks.
+
+    Args:
+        heads: heads of all sequences. blocks: programs of a head. chunks: chunks of a head.
+        multiprocessors: of the GPU.
+    """
     if heads * blocks <= multiprocessors:
         return 1
     for turns in range(min(MOST_TURNS, chunks // LEAST_CHUNKS + 1), 2, -1):
@@ -28,13 +33,13 @@ def turns_of(heads: int, blocks: int, chunks: int, multiprocessors: int) -> int:
 
 
 def programs_of(heads: int, blocks: int, turns: int) -> int:
-    """The programs of one turn."""
+    """Returns the number of programs of one turn."""
     return heads * blocks if turns == 1 else -(-heads // turns) * (turns - 1) * blocks
 
 
 @triton.jit
 def of_turn(pid, turn, chunks, blocks, TURNS: tl.constexpr):
-    """Head and block of a program, and the first chunk and the end of its turn. The head may be past the last one."""
+    """Returns a program's head, which may be past the last one, its block, and the first and end chunk of its turn."""
     nh = pid // blocks
     begin, stop = pid * 0, chunks
     if TURNS > 1:

@@ -1,1 +1,1 @@
-"""Triton kernels of Kimi delta attention. Importing this package needs triton."""
+"""Triton kernels of Kimi delta attention. Importing this package needs Triton."""

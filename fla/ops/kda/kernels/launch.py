@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fla.ops.kda.kernels.backward import channels_backward, heads_backward, pairs_backward
-from fla.ops.kda.kernels.blocks import blocks_backward, products_with_states, scores, updates
+from fla.ops.kda.kernels.backward import channels_backward, pairs_backward
+from fla.ops.kda.kernels.blocks_backward import blocks_backward, products_with_states
+from fla.ops.kda.kernels.blocks_forward import scores, updates
 from fla.ops.kda.kernels.forward import outputs, prepare
 from fla.ops.kda.kernels.gates import BLOCK, FAR, NEAR, WHOLE, decays, gates_backward
+from fla.ops.kda.kernels.heads import heads_backward
 from fla.ops.kda.kernels.states import states_forward
 from fla.ops.kda.kernels.states_backward import states_backward
 from fla.ops.launch.kernels import precision as precisions

@@ -1,9 +1,9 @@
-"""The recurrence of `states` in reverse: what comes back through the states, from the last chunk to the first.
+"""The recurrence of `states` in reverse: gradients of states and updates, from the last chunk to the first.
 
     dU' = M^T dO + K' dS;   dS <- decay dS + Q'^T dO - W^T dU'
 
-with Q' = scale e^G Q and K' = e^{G_C - G} K. One program owns a block of value columns of one head of one sequence and keeps
-the state's gradient in registers.
+with Q' = scale e^G Q, K' = e^{G_C - G} K and decay = e^{G_C}. One program owns a block of value columns of one head of one
+sequence and holds that part of the state's gradient in registers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from fla.ops.launch.kernels.layout import sequence_rows
 from fla.ops.recurrence.kernels.gates import exp32
+from fla.ops.recurrence.kernels.state import state_tile
 
 
 @triton.jit(do_not_specialize=['T'])
@@ -20,7 +21,7 @@ def states_backward(
     q,
     k,
     attend,
-    selves,
+    diag_scores,
     w,
     do,
     G,
@@ -47,35 +48,27 @@ def states_backward(
     """Grid (N * HV * ceil(V / BV),). BK >= K.
 
     Args:
-        q, k: scale e^G q and e^{G_C - G} k, `[B, T, HV, K]`, contiguous.
-        attend, selves: M below and on its diagonal, `[B, T, HV, SIZE]` in k's dtype and float32 `[B, T, HV]`, contiguous.
-        w `[B, T, HV, K]`, do `[B, T, HV, V]`: contiguous, in k's dtype.
+        q, k: Q' = scale e^G q and K' = e^{G_C - G} k, `[B, T, HV, K]`, contiguous.
+        attend, diag_scores: M below its diagonal, `[B, T, HV, SIZE]` in k's dtype, and on it, float32 `[B, T, HV]`;
+            contiguous.
+        w, do: W `[B, T, HV, K]` and the gradient of o `[B, T, HV, V]` in k's dtype, contiguous.
         G: running log decay, float32 or float64 `[B, T, HV, K]`.
-        du: `[B, T, HV, V]` in k's dtype, written: the gradient of U'.
-        dh: `[rows, HV, K, V]` in k's dtype, written: the gradient of the state after each chunk.
-        d_final, d_initial: `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`; read if HAS_FINAL, written if HAS_INITIAL.
+        du: written, gradient of U', `[B, T, HV, V]` in k's dtype.
+        dh: written, gradient of the state after each chunk, `[rows, HV, K, V]` in k's dtype.
+        d_final, d_initial: `[N, HV, K, V]` or, with V_FIRST, `[N, HV, V, K]`; read with HAS_FINAL, written with HAS_INITIAL.
     """
     pid = tl.program_id(0)
     vb, nh = pid % tl.cdiv(V, BV), pid // tl.cdiv(V, BV)
     n, hv = nh // HV, nh % HV
-    if PACKED:
-        start, end, row = sequence_rows(cu_seqlens, offsets, n, T, SIZE)
-        batch = (n * 0).to(tl.int64)
-    else:
-        start, end = n * 0, T
-        row = (n * tl.cdiv(T, SIZE)).to(tl.int64)
-        batch = n.to(tl.int64)
+    batch, start, end, row = sequence_rows(n, cu_seqlens, offsets, T, SIZE, PACKED)
     length = end - start
     chunks = tl.cdiv(length, SIZE)
     token = batch * T + start
-    rows = tl.arange(0, BK)
-    cv = vb * BV + tl.arange(0, BV)
-    state_mask = (rows[:, None] < K) & (cv[None, :] < V)
-    state_at = nh.to(tl.int64) * K * V + (cv[None, :] * K + rows[:, None] if V_FIRST else rows[:, None] * V + cv[None, :])
+    rows, cv, state_mask, state_at = state_tile(nh, vb, K, V, BK, BV, V_FIRST)
     dS = tl.zeros([BK, BV], tl.float32)
     if HAS_FINAL:
         dS = tl.load(d_final + state_at, mask=state_mask, other=0.0).to(tl.float32)
-    # of the steps within a chunk; int64 is for what comes before them
+    # Offsets inside a chunk fit in int32; offsets of the chunk are int64.
     steps = tl.arange(0, SIZE)
     of_k = steps[:, None] * HV * K + rows[None, :]
     of_v = steps[:, None] * HV * V + cv[None, :]
@@ -84,7 +77,7 @@ def states_backward(
     do_ptr = do + (token * HV + hv) * V
     du_ptr = du + (token * HV + hv) * V
     m_ptr = attend + (token * HV + hv) * SIZE
-    s_ptr = selves + token * HV + hv
+    s_ptr = diag_scores + token * HV + hv
     q_ptr = q + (token * HV + hv) * K
     k_ptr = k + (token * HV + hv) * K
     G_ptr = G + (token * HV + hv) * K
@@ -110,7 +103,7 @@ def states_backward(
         tl.store(du_ptr + first * HV * V + of_v, dU, mask=v_mask)
         W = tl.load(w_ptr + first * HV * K + of_k, mask=k_mask, other=0.0)
         dS += tl.dot(tl.trans(Q), dO, input_precision=PRECISION)
-        # added, since a product that is subtracted gets registers of its own
+        # Added, because a product that is subtracted gets registers of its own.
         dS += tl.dot(tl.trans(W), -dU, input_precision=PRECISION)
     if HAS_INITIAL:
         tl.store(d_initial + state_at, dS.to(d_initial.dtype.element_ty), mask=state_mask)

@@ -1,1 +1,1 @@
-"""Device code that kernels of several operations share."""
+"""Device code that the kernels of several operations share. Importing this package needs Triton."""

@@ -1,9 +1,9 @@
-"""Which chunk belongs to which sequence.
+"""The chunk table, which maps chunks to sequences.
 
-Rows of the chunk table are the unit of the parallel kernels and the index of everything stored per chunk. For packed
-sequences the table is built on the device on each call, from shapes alone: no synchronisation, nothing kept between calls,
-so that a captured graph follows new lengths. Lengths are clamped to [0, T] and to the rows of the table: bad ones give
-wrong numbers, no wild accesses.
+A row of the table is the unit of work of kernels that are parallel over chunks, and the index of everything stored per
+chunk. The table of packed sequences is built on the device in each call, and its size follows from shapes alone. A call
+therefore never synchronises, and a captured graph follows new lengths. Lengths are clamped to [0, T] and to the rows of the
+table, so that invalid lengths give wrong numbers but no access outside the tensors.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fla.utils.sizes import cdiv
 
 @dataclass(frozen=True)
 class Layout:
-    """Chunks of one call.
+    """The chunks of one call.
 
     Attributes:
         size: steps per chunk.
-        count: sequences N.
-        rows: chunk rows, an upper bound for packed sequences.
-        table: `[rows, 2]` int32: sequence (-1: unused row) and chunk within it. None for equal lengths.
-        offsets: `[N + 1]` int32: first row of each sequence. None for equal lengths.
-        cu_seqlens: as given.
+        count: number of sequences N.
+        rows: number of table rows; an upper bound on the chunks of packed sequences.
+        table: int32 `[rows, 2]`, sequence (-1 in an unused row) and chunk of that sequence; None for equal lengths.
+        offsets: int32 `[N + 1]`, first row of each sequence; None for equal lengths.
+        cu_seqlens: the argument of the call.
     """
 
     size: int
@@ -45,7 +45,7 @@ class Layout:
 
 
 def layout_of(batch: int, length: int, size: int, cu_seqlens: torch.Tensor | None) -> Layout:
-    """The layout of a call: T steps in chunks of `size`."""
+    """Returns the layout of a call whose `length` steps are cut into chunks of `size`."""
     if cu_seqlens is None:
         return Layout(size, batch, batch * cdiv(length, size), None, None, None)
     count = cu_seqlens.shape[0] - 1
@@ -58,25 +58,34 @@ def layout_of(batch: int, length: int, size: int, cu_seqlens: torch.Tensor | Non
 
 @triton.jit
 def sequence_span(cu_seqlens, n, T):
-    """Start and end of sequence n, clamped to [0, T] and to an end that is not before the start."""
+    """Returns start and end of packed sequence n, clamped to 0 <= start <= end <= T."""
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int32), 0), T)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int32), start), T)
     return start, end
 
 
 @triton.jit
-def sequence_rows(cu_seqlens, offsets, n, T, SIZE: tl.constexpr):
-    """Start and end of sequence n, and its first row of the chunk table: no more steps than it has rows for, of which
-    sequences that overlap may lack some."""
-    start, end = sequence_span(cu_seqlens, n, T)
-    row, after = tl.load(offsets + n), tl.load(offsets + n + 1)
-    return start, tl.minimum(end, start + (after - row) * SIZE), row.to(tl.int64)
+def sequence_rows(n, cu_seqlens, offsets, T, SIZE: tl.constexpr, PACKED: tl.constexpr):
+    """Returns batch row (int64), start, end and first table row (int64) of sequence n.
+
+    A packed sequence ends after as many steps as it has table rows for, because sequences that overlap may lack some."""
+    if PACKED:
+        start, end = sequence_span(cu_seqlens, n, T)
+        row, after = tl.load(offsets + n), tl.load(offsets + n + 1)
+        end = tl.minimum(end, start + (after - row) * SIZE)
+        batch = (n * 0).to(tl.int64)
+        row = row.to(tl.int64)
+    else:
+        start, end = n * 0, T
+        row = (n * tl.cdiv(T, SIZE)).to(tl.int64)
+        batch = n.to(tl.int64)
+    return batch, start, end, row
 
 
 @triton.jit
 def sequence_of(t, cu_seqlens, N, levels):
-    """Which of N packed sequences each step t is in, by bisection in as many levels as N has bits; in range for any
-    `cu_seqlens`."""
+    """Returns which of N packed sequences each step t is in, in [0, N - 1] for any `cu_seqlens`. The bisection takes
+    `levels` steps, as many as N has bits."""
     low = tl.zeros_like(t)
     high = low + N
     for _ in range(levels):
@@ -90,7 +99,8 @@ def sequence_of(t, cu_seqlens, N, levels):
 
 @triton.jit(do_not_specialize=['T', 'count', 'rows'])
 def _fill_table(cu_seqlens, table, offsets, T, count, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Program n < count writes the rows of sequence n; the last program marks the rows that are left as unused."""
+    """Grid (count + 1,). Program n < count writes the table rows of sequence n; the last program marks the other rows as
+    unused. Arguments are those of `Layout`; cu_seqlens is int32 or int64 `[count + 1]`."""
     n = tl.program_id(0)
     before = 0
     for first in range(0, n, BLOCK):
@@ -99,7 +109,7 @@ def _fill_table(cu_seqlens, table, offsets, T, count, rows, SIZE: tl.constexpr, 
         starts = tl.minimum(tl.maximum(tl.load(cu_seqlens + m, mask=mask, other=0).to(tl.int32), 0), T)
         ends = tl.minimum(tl.maximum(tl.load(cu_seqlens + m + 1, mask=mask, other=0).to(tl.int32), starts), T)
         chunks = tl.where(mask, (ends - starts + SIZE - 1) // SIZE, 0).to(tl.int64)
-        # more chunks than rows, beyond int32 even, can only come from lengths that overlap
+        # only sequences that overlap have more chunks than rows, maybe more than int32 holds
         before = tl.minimum(before + tl.sum(chunks), rows).to(tl.int32)
     tl.store(offsets + n, before)
     if n < count:
@@ -119,7 +129,7 @@ def _fill_table(cu_seqlens, table, offsets, T, count, rows, SIZE: tl.constexpr, 
 
 @triton.jit
 def chunk_of(row, table, cu_seqlens, T, SIZE: tl.constexpr, PACKED: tl.constexpr):
-    """Of a chunk row: sequence (-1: unused), chunk within it, batch row, first step of the sequence, end of it."""
+    """Returns sequence (-1 if unused), chunk in it, batch row, and the sequence's start and end, for a table row."""
     if PACKED:
         n = tl.load(table + row * 2)
         c = tl.load(table + row * 2 + 1)

@@ -1,4 +1,4 @@
-"""How wide numbers are inside kernels."""
+"""The precision of products and sums inside kernels."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import torch
 
 
 def of_products(operands: torch.dtype) -> str:
-    """`input_precision` of `tl.dot`: 16-bit floats as they are, float32 in three parts of tf32, which ROCm has not."""
+    """Returns the `input_precision` of `tl.dot`: float32 operands are split into three tf32 products, which ROCm does not
+    support; 16-bit operands ignore it."""
     if torch.version.hip is not None:
         return 'ieee'
     return 'tf32x3' if operands == torch.float32 else 'tf32'
 
 
 def of_sums(operands: torch.dtype) -> torch.dtype:
-    """The type of running sums of log decays. See `gates.exp32`."""
+    """Returns the dtype of running sums of log decays: float64 for float32 operands, else float32 (see `gates.exp32`)."""
     return torch.float64 if operands == torch.float32 else torch.float32

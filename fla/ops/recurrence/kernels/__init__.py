@@ -1,1 +1,1 @@
-"""Triton kernels that the delta rules share. Importing this package needs triton."""
+"""Triton kernels and device code that the delta rules share. Importing this package needs Triton."""

@@ -1,4 +1,4 @@
-"""Launching `recurrent`: one kernel, no copy, no intermediate."""
+"""Launches `recurrent`: one kernel, without copies or intermediate tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fla.ops.recurrence.kernels.recurrent import recurrent
 from fla.utils.sizes import next_power_of_2
 
 _NONE = (0, 0, 0)
-# places among the kernel's tensors
+# Indices of the initial and the final state among the kernel's tensors.
 _INITIAL, _FINAL = 9, 11
 
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
@@ -41,7 +41,11 @@ def decode(
     lower_bound: float | None,
     state_v_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o `[B, T, HV, V]` in v's dtype and the final state in float32 or None; arguments as for the operations, checked."""
+    """Returns o `[B, T, HV, V]` in v's dtype, and the final state in float32 or None.
+
+    The arguments are those of the operations, already checked. g, gk and gv are log decays per head, key channel and value
+    channel: `[B, T, HV]`, `[B, T, HV, K]` and `[B, T, HV, V]`. With `use_gate_in_kernel` g or gk is raw.
+    """
     (q, q_strides), (k, k_strides), (v, v_strides) = _rows(q), _rows(k), _rows(v)
     g, beta, initial_state = resolve_neg(g), resolve_neg(beta), resolve_neg(initial_state)
     gk, gk_strides = (None, _NONE) if gk is None else _rows(gk)
@@ -67,7 +71,7 @@ def decode(
     programs = count * value_heads * -(-value_dim // block_v)
     tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, o, final, cu_seqlens)
     numbers = (
-        # of one type, whatever came: the compiled kernel is kept for it
+        # Each number always has the same type, because the key of a compiled kernel does not contain numbers.
         *(dim**-0.5 if scale is None else float(scale), float(lower_bound or 0.0), length),
         *(*q_strides[:3], *k_strides[:3], *v_strides[:3]),
         *(_NONE if g is None else g.stride()),
@@ -81,7 +85,7 @@ def decode(
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel),
         *(initial_state is not None, final is not None, state_v_first, cu_seqlens is not None),
     )
-    # Triton launches on the current device. ROCm's specialises pointers by the size of their memory as well.
+    # Triton launches on the current device. On ROCm it also specialises pointers by the size of their memory.
     if not q.is_cuda or torch.version.hip is not None or type(q) is not torch.Tensor or torch.compiler.is_compiling():
         with on_device_of(q):
             recurrent[(programs,)](*tensors, *numbers, *constants, **_options(constants))
@@ -100,8 +104,10 @@ def _launch(
     constants: tuple[Any, ...],
     device: int,
 ) -> None:
-    """Triton looks at every argument of every launch to find the compiled kernel: 30 of the 40 µs that a decode step may
-    take. The kernel's numbers have one type and are not specialised, so that all it would find is in this key."""
+    """Launches a compiled kernel from a cache of its own.
+
+    Triton inspects every argument of every launch to find the compiled kernel, which takes 30 of the 40 µs that a decode
+    step may take. Its numbers have fixed types and are not specialised, so that the key below determines it."""
     addresses = [None if x is None else x.data_ptr() for x in tensors]
     aligned = not ((addresses[_INITIAL] or 0) | (addresses[_FINAL] or 0)) & 15
     key = (device, aligned, constants, *[None if x is None else x.dtype for x in tensors])
@@ -109,7 +115,7 @@ def _launch(
     if compiled is None:
         refuse_in_capture()
         compiled = recurrent[(programs,)](*tensors, *numbers, *constants, **_options(constants))
-        # not under Triton's interpreter, nor while it compiles in the background
+        # The interpreter and background compilation return something else.
         if isinstance(compiled, CompiledKernel):
             _compiled[key] = compiled
     else:
@@ -118,7 +124,8 @@ def _launch(
 
 
 def _options(constants: tuple[Any, ...]) -> dict[str, int]:
-    """A thread holds 64 numbers of the state, or 16 where its columns stand K apart: the fastest on an H200."""
+    """Returns the launch options. A thread holds 64 numbers of the state, or 16 where its columns are K apart: the fastest
+    on an H200."""
     block_k, block_v = constants[4:6]
     *_, v_first, _packed = constants
     warps = block_k * block_v // (32 * (16 if v_first else 64))
@@ -126,13 +133,13 @@ def _options(constants: tuple[Any, ...]) -> dict[str, int]:
 
 
 def _value_block(programs: int, value_dim: int, block_k: int) -> int:
-    """Few heads: narrow blocks, so that every multiprocessor has work; many: 32 columns, whole cache lines."""
+    """Returns the value columns of a program: few for few heads, to use every multiprocessor; else 32, whole cache lines."""
     most = max(8, min(32, 8192 // block_k))
     return min(next_power_of_2(value_dim), 8 if programs <= 64 else most)
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """With the last dimension contiguous, as it nearly always is, and its strides; see `resolve_neg`."""
+    """Returns x with a contiguous last dimension, which it nearly always has, and its strides; see `resolve_neg`."""
     strides = x.stride()
     if strides[-1] != 1 or x.shape[-1] == 1:
         x = resolve_neg(x).contiguous()

@@ -1,4 +1,4 @@
-"""Gates inside kernels; `fla.ops.recurrence.gates` is the definition."""
+"""Gates inside kernels. `fla.ops.recurrence.gates` defines them for the host."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import triton.language as tl
 
 @triton.jit
 def exp32(x):
-    """e^x in float32, by one instruction and a product; `tl.exp` takes five, to keep denormal results, which nothing that
-    calls this needs. Running log decays of float32 operands are float64: behind one strong gate the weak ones would lose
-    their last digits."""
+    """Returns e^x in float32, as one instruction and one multiplication.
+
+    `tl.exp` takes five instructions to keep denormal results, which no caller needs. The running log decays of float32
+    operands are float64, because the weak gates behind one strong gate would lose their last digits in float32."""
     return tl.exp2(x.to(tl.float32) * 1.4426950408889634)
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x) without overflow; below -4 the series, because 1 + e^x rounds e^x away."""
+    """Returns log(1 + e^x) without overflow. Below -4 it is a series, because 1 + e^x rounds e^x away."""
     y = tl.exp(tl.minimum(x, -4.0))
     return tl.where(x < -4.0, y * (1.0 - y * (0.5 - y / 3.0)), tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
 
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + e^-x)."""
+    """Returns 1 / (1 + e^-x)."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def beta_of(beta, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
-    """beta itself, its sigmoid, or twice that."""
+    """Returns beta itself, its sigmoid (SIGMOID), or twice its sigmoid (SIGMOID and DOUBLE)."""
     if SIGMOID:
         beta = sigmoid(beta)
         if DOUBLE:
@@ -38,9 +39,18 @@ def beta_of(beta, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
 
 
 @triton.jit
+def load_beta(beta_ptr, b_t, steps, inside, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
+    """Returns beta of the steps of a chunk in float32, 0 outside the chunk. `beta_ptr` points to the chunk's first step."""
+    raw = tl.load(beta_ptr + steps.to(tl.int64) * b_t, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, beta_of(raw, SIGMOID, DOUBLE), 0.0)
+
+
+@triton.jit
 def inverse_norm(x_ptr, x_t, time, inside, K: tl.constexpr, BK: tl.constexpr):
-    """1 / norm of rows `[steps, K]`, in a loop of its own: as part of a loop with products it was wrong on Hopper (relative
-    error 2e-2 instead of 3e-3 at K = 128); maybe as such rows are refilled while products read them (docs/kernels.md)."""
+    """Returns 1 / norm of the rows `[steps, K]`, which a loop of its own sums.
+
+    Inside a loop with products the sums were wrong on Hopper (relative error 2e-2 instead of 3e-3 at K = 128). Such rows may
+    be refilled while products read them (docs/kernels.md)."""
     squares = tl.zeros([inside.shape[0]], tl.float32)
     for i in range(0, K, BK):
         cols = i + tl.arange(0, BK)

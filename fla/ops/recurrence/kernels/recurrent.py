@@ -1,6 +1,9 @@
-"""The gated delta rule step by step in one launch: decoding, with gates, norms and the state's update inside.
+"""The delta rules step by step in one launch, for decoding, with gates, norms and the update of the state inside.
 
-One program owns a block of value columns of one head of one sequence; its state stays in registers over the steps.
+    S <- decay S;   u = beta (v - k^T S);   S <- S + k u^T;   o = (scale q)^T S
+
+Sources: Yang et al. 2024, arXiv 2412.06464 (a decay per head), and Kimi Team 2025, arXiv 2510.26692 (a decay per channel).
+One program owns a block of value columns of one head of one sequence, and holds that part of the state in registers.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import triton.language as tl
 from fla.ops.launch.kernels.layout import sequence_span
 from fla.ops.recurrence.kernels.gates import beta_of, sigmoid, softplus
 
-# Numbers of one type, and nothing specialised but the alignment of the states, whose size is what a step reads and writes:
-# `decode` then knows from types alone which compiled kernel serves a call.
+# Numbers have fixed types, and nothing is specialised but the alignment of the states, which are most of what a step reads
+# and writes. `decode` can therefore select the compiled kernel from dtypes and flags alone.
 _TENSORS = ['q', 'k', 'v', 'g', 'gk', 'gv', 'beta', 'A_log', 'dt_bias', 'o', 'cu_seqlens']
 _NUMBERS = ['scale', 'lower_bound', 'T', *(f'{x}_{axis}' for x in ('q', 'k', 'v', 'g', 'gk', 'gv', 'b') for axis in 'bth')]
 
@@ -78,10 +81,18 @@ def recurrent(
     V_FIRST: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Grid (N * HV * ceil(V / BV),): one axis, because the others end at 65,535.
+    """Grid (N * HV * ceil(V / BV),): one axis, because the others end at 65,535. BK >= K.
 
-    g `[B, T, HV]`, gk `[B, T, HV, K]`, gv `[B, T, HV, V]`: log decays by strides; with GATE the one of g and gk that is
-    given is raw. o `[B, T, HV, V]` contiguous; initial and final `[N, HV, K, V]` or, V_FIRST, `[N, HV, V, K]`.
+    Args:
+        q, k: `[B, T, H, K]`, v: `[B, T, HV, V]`, by strides, the last 1. Divided by their norms with NORMALISE.
+        g, gk, gv: log decays `[B, T, HV]`, `[B, T, HV, K]` and `[B, T, HV, V]`, by strides; read with HAS_G, HAS_GK and
+            HAS_GV. With GATE, g (or gk without g) is a raw gate.
+        beta: `[B, T, HV]` by strides, read with HAS_BETA.
+        A_log, dt_bias: `[HV]`, and `[HV]` or, for gk, `[HV * K]`; read with GATE and HAS_A or HAS_BIAS.
+        initial, final: `[N, HV, K, V]` or, with V_FIRST, `[N, HV, V, K]`; read with HAS_INITIAL, written with HAS_FINAL.
+        o: written, `[B, T, HV, V]`, contiguous.
+        cu_seqlens: int32 or int64 `[N + 1]`, read with PACKED.
+        lower_bound: of the log decay of gk, read with GATE and BOUNDED.
     """
     pid = tl.program_id(0)
     vb, nh = pid % tl.cdiv(V, BV), pid // tl.cdiv(V, BV)

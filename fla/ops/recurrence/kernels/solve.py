@@ -1,10 +1,10 @@
-"""The inverse of a unit lower-triangular 64 x 64 matrix, within one program.
+"""The inverse of a unit lower-triangular 64 x 64 matrix, computed by one program.
 
-By halves: where A and B are the inverses of two neighbouring blocks and C is the block of I + L below the diagonal between
-them, the pair has the inverse [[A, 0], [-B C A, B]]. Starting from single steps, all pairs of one size are joined at once by
-two products, and six sizes join everything. Up to 16 steps those are products of the four blocks on the diagonal, a
-sixteenth of the work. A product of powers of I - L would need no masks, but its terms grow like binomials and cancel: with
-equal keys and beta = 1 it loses four digits.
+Neighbouring diagonal blocks are joined in pairs. Let A and B be the inverses of two neighbouring blocks, and C the block
+of I + L below the diagonal between them. Then the pair has the inverse [[A, 0], [-B C A, B]]. Two products join all pairs
+of one size at once, and six sizes, from 1 step to 32, join everything. Pairs of up to 16 steps are products of the four 16
+x 16 blocks on the diagonal, a sixteenth of the work. A product of powers of I - L would need no masks, but its terms grow
+like binomials and cancel: with equal keys and beta = 1 it loses four digits.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import triton.language as tl
 
 
 @triton.jit
-def below(steps, half):
-    """The pairs (i, j) with j in the first and i in the second block of one pair of blocks of `half` steps, a power of 2."""
+def pair_mask(steps, half):
+    """Returns the mask of pairs (i, j) with j in the first and i in the second of two neighbouring blocks of `half` steps.
+    `half` is a power of 2."""
     i, j = steps[:, None], steps[None, :]
     return ((i ^ j) < 2 * half) & ((i & half) != 0) & ((j & half) == 0)
 
 
 @triton.jit
 def diagonal_blocks(L):
-    """The four 16 x 16 blocks on the diagonal of `[64, 64]`: `[4, 16, 16]`."""
+    """Returns the four 16 x 16 blocks on the diagonal of L `[64, 64]` as `[4, 16, 16]`."""
     four = tl.arange(0, 4)
     same = (four[:, None] == four[None, :])[:, :, None, None]
     return tl.sum(tl.where(same, tl.permute(tl.reshape(L, (4, 16, 4, 16)), (0, 2, 1, 3)), 0.0), 1)
 
 
 @triton.jit
-def spread(blocks):
-    """`[4, 16, 16]` to the blocks on the diagonal of `[64, 64]`, 0 elsewhere."""
+def block_diagonal(blocks):
+    """Returns the block-diagonal matrix `[64, 64]` of the blocks `[4, 16, 16]`."""
     four = tl.arange(0, 4)
     same = (four[:, None] == four[None, :])[:, :, None, None]
     full = tl.where(same, blocks[:, None, :, :], 0.0)
@@ -38,30 +39,31 @@ def spread(blocks):
 
 
 @triton.jit
-def join(inverse, L, half, PRECISION: tl.constexpr):
-    """The inverse of blocks of 2 `half` steps from that of blocks of `half`."""
-    pair = below(tl.arange(0, 64), half)
-    half_way = tl.dot(inverse, tl.where(pair, L, 0.0), input_precision=PRECISION)
-    return inverse - tl.where(pair, tl.dot(half_way, inverse, input_precision=PRECISION), 0.0)
+def join_pairs(inverse, L, half, PRECISION: tl.constexpr):
+    """Returns the inverses of blocks of 2 `half` steps, given those of blocks of `half` steps."""
+    pair = pair_mask(tl.arange(0, 64), half)
+    product = tl.dot(inverse, tl.where(pair, L, 0.0), input_precision=PRECISION)
+    return inverse - tl.where(pair, tl.dot(product, inverse, input_precision=PRECISION), 0.0)
 
 
 @triton.jit
 def unit_lower_inverse(L, PRECISION: tl.constexpr, ROLLED: tl.constexpr = False):
-    """`(I + L)^-1` of a strictly lower-triangular L `[64, 64]`, float32. ROLLED: in less code. A kernel of KDA that contains
-    it takes a fifth less time to compile that way, and 2 to 4 % more to run."""
-    near = tl.arange(0, 16)
+    """Returns `(I + L)^-1` in float32 for a strictly lower-triangular L, both `[64, 64]`.
+
+    ROLLED has the last two levels in a loop: a KDA kernel then compiles in a fifth less time, and runs 2 to 4 % longer."""
+    steps = tl.arange(0, 16)
     blocks = diagonal_blocks(L)
-    small = tl.where(near[:, None] == near[None, :], 1.0, 0.0)[None, :, :]
-    small = small - tl.where(below(near, 1)[None, :, :], blocks, 0.0)
+    small = tl.where(steps[:, None] == steps[None, :], 1.0, 0.0)[None, :, :]
+    small = small - tl.where(pair_mask(steps, 1)[None, :, :], blocks, 0.0)
     for level in tl.static_range(1, 4):
-        pair = below(near, 1 << level)[None, :, :]
-        half_way = tl.dot(small, tl.where(pair, blocks, 0.0), input_precision=PRECISION)
-        small -= tl.where(pair, tl.dot(half_way, small, input_precision=PRECISION), 0.0)
-    inverse = spread(small)
+        pair = pair_mask(steps, 1 << level)[None, :, :]
+        product = tl.dot(small, tl.where(pair, blocks, 0.0), input_precision=PRECISION)
+        small -= tl.where(pair, tl.dot(product, small, input_precision=PRECISION), 0.0)
+    inverse = block_diagonal(small)
     if ROLLED:
         for level in tl.range(4, 6, num_stages=1):
-            inverse = join(inverse, L, 1 << level, PRECISION)
+            inverse = join_pairs(inverse, L, 1 << level, PRECISION)
     else:
         for level in tl.static_range(4, 6):
-            inverse = join(inverse, L, 1 << level, PRECISION)
+            inverse = join_pairs(inverse, L, 1 << level, PRECISION)
     return inverse

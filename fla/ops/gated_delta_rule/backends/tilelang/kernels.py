@@ -1,7 +1,7 @@
-"""The forward of the chunked gated delta rule in TileLang, for Hopper.
+"""The forward of the chunked gated delta rule in TileLang, for Hopper (Yang et al. 2024, arXiv 2412.06464).
 
-With G the running log decay of a chunk of 64 steps, S the state before it, b = beta and rk, rq the inverse norms of keys and
-queries (1 unless they are normalised):
+G is the running log decay of a chunk of 64 steps, S the state before the chunk, b = beta, and rk and rq are 1 / norm of keys
+and queries, 1 unless these are normalised:
 
     L = tril(b_i rk_i rk_j e^{G_i - G_j} k_i k_j, -1),   X = (I + L)^-1 - I
     M = tril(scale rq_i rk_j e^{G_i - G_j} q_i k_j)
@@ -9,13 +9,13 @@ queries (1 unless they are normalised):
     O = scale rq e^G (Q S) + M U
     S <- e^{G_C} S + K^T (rk e^{G_C - G} U)
 
-`prepare` computes X, M and the factors of steps, all chunks at once; `scan` runs over the chunks of a sequence and keeps a
-block of columns of S in registers. W and U of the usual WY form, and the states, are never written.
+`prepare` computes X, M and factors of each step, for all chunks in parallel. `scan` runs over the chunks of a sequence and
+holds a block of columns of S in registers. It never writes the states, nor W and U of the usual WY form.
 
-Only shapes of heads are compiled in; numbers of tokens, heads and sequences are arguments.
+Kernels are compiled for the widths K and V, dtypes and flags. The numbers of tokens, heads and sequences are arguments.
 """
 
-# What stands as a type is a call in TileLang: a shape and a dtype.
+# The annotations of kernels are TileLang calls, with a shape and a dtype.
 # mypy: disable-error-code="valid-type"
 
 from typing import Any
@@ -26,7 +26,7 @@ from fla.ops.launch.tilelang_language import softplus, span
 
 CHUNK = 64
 BLOCK = 16
-# of `factors`, per step: b; b rk e^G; scale rq e^G; rk e^{G_C - G}; and e^{G_C}, the same for all
+# Factors of each step: b, b rk e^G, scale rq e^G, rk e^{G_C - G}, and e^{G_C}, which is the same for all steps.
 FACTORS = 5
 
 
@@ -42,7 +42,19 @@ def prepare(
     sigmoid: bool,
     double: bool,
 ) -> Any:
-    """One program for each row of the chunk table and each value head. Rows without a chunk write zeros to their factors."""
+    """Returns the kernel that computes X, M and the factors, with grid (rows, HV).
+
+    K is the width of keys. Flags: sequences are `packed`, `normalise` q and k, g is a raw `gate`, beta is the `sigmoid` of
+    logits and `double` that. The arguments of the kernel are contiguous:
+
+        q, k: `[tokens, H, K]`. g, beta: `[tokens, HV]`. A_log, dt_bias: float32 `[HV]`, read with `gate`.
+        cu_seqlens, table: of the chunk table (`fla.ops.launch.kernels.layout`), read with `packed`.
+        G: written, running log decay, float32 `[tokens, HV]`.
+        inverse: written, X, strictly lower triangular, `[tokens, HV, 64]` in q's dtype.
+        attend: written, M, `[tokens, HV, 64]` in q's dtype.
+        factors: written, float32 `[rows, HV, 5, 64]`; rows without a chunk get zeros.
+        length: steps of a sequence, or of all packed sequences. group: value heads of each head.
+    """
     tokens, H, HV, rows, ends, entries = (T.dynamic(n) for n in ('tokens', 'H', 'HV', 'rows', 'ends', 'entries'))
 
     @T.prim_func
@@ -66,10 +78,10 @@ def prepare(
         with T.Kernel(rows, HV, threads=128) as (row, hv):
             Q_s = T.alloc_shared((CHUNK, K), dtype)
             K_s = T.alloc_shared((CHUNK, K), dtype)
-            # padded: its rows are written four at a time
+            # Padded, because a row is written four numbers at a time.
             L_s = T.alloc_shared((CHUNK, CHUNK + 4), 'float32')
             M_s = T.alloc_shared((CHUNK, CHUNK), dtype)
-            columns_s = T.alloc_shared((CHUNK, CHUNK), 'float32')
+            X_s = T.alloc_shared((CHUNK, CHUNK), 'float32')
             g_s = T.alloc_shared((CHUNK,), 'float32')
             G_s = T.alloc_shared((CHUNK,), 'float32')
             b_s = T.alloc_shared((CHUNK,), 'float32')
@@ -77,7 +89,7 @@ def prepare(
             rq_s = T.alloc_shared((CHUNK,), 'float32')
             scores = T.alloc_fragment((CHUNK, CHUNK), 'float32')
             squares = T.alloc_fragment((CHUNK, K), 'float32')
-            total = T.alloc_fragment((CHUNK,), 'float32')
+            row_sum = T.alloc_fragment((CHUNK,), 'float32')
             x = T.alloc_local((BLOCK,), 'float32')
             first = T.alloc_var('int32')
             count = T.alloc_var('int32')
@@ -100,7 +112,7 @@ def prepare(
                 raw = T.if_then_else(i < count, T.cast(g[first + i, hv], 'float32'), 0.0)
                 if gate:
                     raw = -T.exp(A_log[hv]) * softplus(raw + dt_bias[hv])
-                # no decay below e^-104 differs from 0 in float32, and sums of -inf have no differences
+                # In float32 a decay below e^-104 is 0. A difference of sums that hold -inf is NaN.
                 g_s[i] = T.if_then_else(i < count, T.max(raw, -128.0), 0.0)
             for i in T.Parallel(CHUNK):
                 b = T.if_then_else(i < count, T.cast(beta[first + i, hv], 'float32'), 0.0)
@@ -111,14 +123,14 @@ def prepare(
             if normalise:
                 for i, j in T.Parallel(CHUNK, K):
                     squares[i, j] = T.cast(K_s[i, j], 'float32') * T.cast(K_s[i, j], 'float32')
-                T.reduce_sum(squares, total, dim=1)
+                T.reduce_sum(squares, row_sum, dim=1)
                 for i in T.Parallel(CHUNK):
-                    rk_s[i] = T.rsqrt(total[i] + 1e-6)
+                    rk_s[i] = T.rsqrt(row_sum[i] + 1e-6)
                 for i, j in T.Parallel(CHUNK, K):
                     squares[i, j] = T.cast(Q_s[i, j], 'float32') * T.cast(Q_s[i, j], 'float32')
-                T.reduce_sum(squares, total, dim=1)
+                T.reduce_sum(squares, row_sum, dim=1)
                 for i in T.Parallel(CHUNK):
-                    rq_s[i] = T.rsqrt(total[i] + 1e-6) * scale
+                    rq_s[i] = T.rsqrt(row_sum[i] + 1e-6) * scale
             else:
                 for i in T.Parallel(CHUNK):
                     rk_s[i] = 1.0
@@ -126,18 +138,19 @@ def prepare(
             T.gemm(Q_s, K_s, scores, transpose_B=True, clear_accum=True)
             for i, j in T.Parallel(CHUNK, CHUNK):
                 M_s[i, j] = T.cast(
-                    T.if_then_else(i >= j, scores[i, j] * T.exp(T.min(G_s[i] - G_s[j], 0.0)) * rq_s[i] * rk_s[j], 0.0), dtype
+                    T.if_then_else(i >= j, scores[i, j] * T.exp(T.min(G_s[i] - G_s[j], 0.0)) * rq_s[i] * rk_s[j], 0.0),
+                    dtype,
                 )
             T.gemm(K_s, K_s, scores, transpose_B=True, clear_accum=True)
-            # L_s holds the transpose of L: the solve below reads columns of L
+            # L_s holds the transpose of L, because the solve below reads columns of L.
             for i, j in T.Parallel(CHUNK, CHUNK):
                 L_s[j, i] = T.if_then_else(
                     i > j, scores[i, j] * T.exp(T.min(G_s[i] - G_s[j], 0.0)) * (b_s[i] * rk_s[i]) * rk_s[j], 0.0
                 )
             T.sync_threads()
-            # A thread finds one column of I + X by substitution, in float32: as exact as can be, and quicker than products
-            # that join inverses of blocks. In blocks of 16 rows, to be a loop: unrolled as a whole it waits for its
-            # instructions.
+            # Each thread solves for one column of I + X by substitution in float32: the most accurate way, and faster than
+            # products that join inverses of blocks. It loops over blocks of 16 rows, because the code of a full unroll waits
+            # for its instructions.
             tx = T.get_thread_binding()
             if tx < CHUNK:
                 for block in T.serial(CHUNK // BLOCK):
@@ -145,19 +158,19 @@ def prepare(
                         x[i] = T.if_then_else(block * BLOCK + i == tx, 1.0, 0.0)
                     for j in T.serial(block * BLOCK):
                         for i in T.unroll(BLOCK):
-                            x[i] -= L_s[j, block * BLOCK + i] * columns_s[j, tx]
+                            x[i] -= L_s[j, block * BLOCK + i] * X_s[j, tx]
                     for j in T.unroll(BLOCK - 1):
                         for i in T.unroll(BLOCK - 1 - j):
                             x[j + 1 + i] -= L_s[block * BLOCK + j, block * BLOCK + j + 1 + i] * x[j]
                     for i in T.unroll(BLOCK):
-                        columns_s[block * BLOCK + i, tx] = x[i]
+                        X_s[block * BLOCK + i, tx] = x[i]
             T.sync_threads()
             for i, j in T.Parallel(CHUNK, CHUNK):
                 if i < count:
                     attend[first + i, hv, j] = M_s[i, j]
             for i, j in T.Parallel(CHUNK, CHUNK):
                 if i < count:
-                    inverse[first + i, hv, j] = T.cast(T.if_then_else(i > j, columns_s[i, j], 0.0), dtype)
+                    inverse[first + i, hv, j] = T.cast(T.if_then_else(i > j, X_s[i, j], 0.0), dtype)
             for i in T.Parallel(CHUNK):
                 if i < count:
                     G[first + i, hv] = G_s[i]
@@ -184,10 +197,17 @@ def scan(
     stages: int = 2,
     threads: int = 128,
 ) -> Any:
-    """One program for each sequence, value head and block of BV value columns.
+    """Returns the kernel of the recurrence, with grid (sequences * V / BV, HV): a program has BV value columns.
 
-    The last chunk of a sequence is read as a whole, and so are steps of the next sequence behind it: whatever those are,
-    numbers or not, selections and the zeros written over their keys keep them out.
+    The last chunk of a sequence is read as a whole, with steps of the next sequence after it. Selections, and zeros written
+    over their keys, keep these steps out even if they are infinite or NaN. The arguments of the kernel are contiguous:
+
+        q, k: `[tokens, H, K]`. v: `[tokens, HV, V]`. inverse, attend, factors: of `prepare`.
+        initial, final: `[N, HV, K, V]` or, with `v_first`, `[N, HV, V, K]`, flat; read with `has_initial`, written with
+            `has_final` in float32.
+        cu_seqlens, offsets: `[N + 1]`, of the chunk table, read with `packed`.
+        o: written, `[tokens, HV, V]`.
+        sequences: N. length: steps of a sequence, or of all packed sequences. group: value heads of each head.
     """
     tokens, H, HV, rows, ends, initials, finals = (
         T.dynamic(n) for n in ('tokens', 'H', 'HV', 'rows', 'ends', 'initials', 'finals')
@@ -211,7 +231,7 @@ def scan(
         length: T.int32,
         group: T.int32,
     ):
-        # blocks of one head are neighbours: they read the same keys
+        # Blocks of one head are neighbours in the grid, because they read the same keys.
         with T.Kernel(sequences * blocks, HV, threads=threads) as (pid, hv):
             Q_s = T.alloc_shared((CHUNK, K), dtype)
             K_s = T.alloc_shared((CHUNK, K), dtype)
@@ -222,7 +242,7 @@ def scan(
             S_s = T.alloc_shared((K, BV), dtype)
             R_s = T.alloc_shared((CHUNK, BV), dtype)
             U_s = T.alloc_shared((CHUNK, BV), dtype)
-            left_s = T.alloc_shared((CHUNK, BV), dtype)
+            kU_s = T.alloc_shared((CHUNK, BV), dtype)
             S = T.alloc_fragment((K, BV), 'float32')
             R = T.alloc_fragment((CHUNK, BV), 'float32')
             U = T.alloc_fragment((CHUNK, BV), 'float32')
@@ -273,15 +293,15 @@ def scan(
                 T.copy(U, U_s)
                 for i, j in T.Parallel(CHUNK, BV):
                     U[i, j] *= F_s[3, i]
-                T.copy(U, left_s)
+                T.copy(U, kU_s)
                 for i, j in T.Parallel(K, BV):
                     S[i, j] *= F_s[4, 0]
-                # after the first product with K_s, which waits for its arrival
+                # After the first product with K_s, which waits for its arrival.
                 if t + CHUNK > end:
                     for i, j in T.Parallel(CHUNK, K):
                         if t + i >= end:
                             K_s[i, j] = T.cast(0, dtype)
-                T.gemm(K_s, left_s, S, transpose_A=True)
+                T.gemm(K_s, kU_s, S, transpose_A=True)
                 T.gemm(Q_s, S_s, out, clear_accum=True)
                 for i, j in T.Parallel(CHUNK, BV):
                     out[i, j] *= F_s[2, i]

@@ -1,14 +1,15 @@
-"""The gradients within a chunk of Kimi delta attention in TileLang, for Hopper: one kernel for what the Triton backward does
-in `pairs_backward` and `channels_backward`, whose comments have the mathematics and the names.
+"""The gradients of Kimi delta attention that are parallel over chunks, in TileLang, for Hopper (arXiv 2510.26692).
 
-A program has all channels of a chunk of one head: gradients of pairs of steps stay in registers and shared memory, and what
-both Triton kernels read (G, the state, do, the updates) is read once. Pairs of steps meet through the middle of the chunk,
-or, where decays are stronger than e^60 (for float16: always), at six levels of halves.
+One kernel computes what `pairs_backward` and `channels_backward` of the Triton backward do; their file
+(`fla.ops.kda.kernels.backward`) has the equations and the names. A program has all channels of a chunk of one head. The
+gradients of pairs of steps stay in registers and shared memory, and the inputs of both Triton kernels (G, the state, do, the
+updates) are read once. Pairs of steps are products relative to the middle of the chunk. Where decays are stronger than e^60,
+and always in float16, they are products at six levels of halves instead.
 
-Only shapes of heads are compiled in; numbers of tokens, heads and chunks are arguments.
+The kernel is compiled for the widths K and V, dtypes and flags. The numbers of tokens, heads and chunks are arguments.
 """
 
-# What stands as a type is a call in TileLang: a shape and a dtype.
+# The annotations of kernels are TileLang calls, with a shape and a dtype.
 # mypy: disable-error-code="valid-type"
 
 from typing import Any
@@ -19,11 +20,17 @@ from fla.ops.launch.tilelang_language import softplus, span
 
 CHUNK = 64
 THREADS = 256
-# of G from the middle of a chunk
-MOST = 60.0
+# How far G may be from its value at the middle of the chunk, for products relative to that.
+FURTHEST = 60.0
 
 
-def within(
+def relative(G_s: Any, i: Any, j: Any, levels: Any, half: Any, count: Any) -> Any:
+    """Returns G relative to a reference step: the chunk's middle at one level, else the boundary of i's pair of blocks."""
+    boundary = T.truncdiv(i, 2 * half) * 2 * half + half
+    return G_s[i, j] - G_s[T.if_then_else(levels == 1, T.truncdiv(count, 2), boundary), j]
+
+
+def intra_chunk_bwd(
     K: int,
     V: int,
     dtype: str,
@@ -37,17 +44,34 @@ def within(
     sigmoid: bool,
     double: bool,
 ) -> Any:
-    """One program for each row of the chunk table and each value head; rows without a chunk give zeros to sums over rows."""
+    """Returns the kernel, with grid (rows, HV). Rows without a chunk write zeros to d_rates and d_bias.
+
+    K and V are the widths of keys and values. Flags: sequences are `packed`, `normalise` q and k, g is a raw `gate`, and
+    `bounded`, beta is the `sigmoid` of logits and `double` that. The arguments of the kernel are contiguous, and in q's
+    dtype unless a dtype is given:
+
+        q, k: `[tokens, H, K]`. v: `[tokens, HV, V]`. g: `[tokens, HV, K]`. beta: `[tokens, HV]`.
+        rates, bias: e^A_log and dt_bias, float32 `[HV]` and `[HV, K]`, read with `gate`.
+        G: running log decay, float32 `[tokens, HV, K]`. v_new: U', `[tokens, HV, V]`.
+        lower: scores of k, float32 `[tokens, HV, 64]`. inverse: (I + beta lower)^-1, `[tokens, HV, 64]`.
+        h, dh: state before and gradient of the state after each chunk, `[rows, HV, K, V]`.
+        do, du: gradients of o and U', `[tokens, HV, V]`.
+        cu_seqlens, table: of the chunk table (`fla.ops.launch.kernels.layout`), read with `packed`.
+        dq, dk: written, for each value head, with `normalise` of the normalised rows, `[tokens, HV, K]`. dv, dg, dbeta:
+            written, of the shapes of v, g and beta. They may be the memory of inputs that are not read after them.
+        d_rates, d_bias: written with `gate`, each chunk's part, float32 `[sums, HV]` and `[sums, HV, K]`.
+        length: steps of a sequence, or of all packed sequences. group: value heads of each head.
+    """
     tokens, H, HV, rows, ends, entries, sums = (
         T.dynamic(n) for n in ('tokens', 'H', 'HV', 'rows', 'ends', 'entries', 'sums')
     )
     f32 = 'float32'
-    # in the last part a thread has one channel of a segment of the steps
+    # In the last part of the kernel, a thread has one channel of a segment of the steps.
     segments = THREADS // K
     steps = CHUNK // segments
 
     @T.prim_func
-    def kda_within(
+    def kda_intra_chunk_bwd(
         q: T.Tensor((tokens, H, K), dtype),
         k: T.Tensor((tokens, H, K), dtype),
         v: T.Tensor((tokens, HV, V), dtype),
@@ -87,12 +111,12 @@ def within(
             X_s = T.alloc_shared((CHUNK, CHUNK), dtype)
             T_s = T.alloc_shared((CHUNK, CHUNK), dtype)
             dX_s = T.alloc_shared((CHUNK, CHUNK), dtype)
-            half_s = T.alloc_shared((CHUNK, CHUNK), dtype)
+            product_s = T.alloc_shared((CHUNK, CHUNK), dtype)
             M_s = T.alloc_shared((CHUNK, CHUNK), dtype)
             A_s = T.alloc_shared((CHUNK, CHUNK), dtype)
             dV_s = T.alloc_shared((CHUNK, V), dtype)
             dW_s = T.alloc_shared((CHUNK, K), dtype)
-            grown_s = T.alloc_shared((CHUNK, K), dtype)
+            k_start_s = T.alloc_shared((CHUNK, K), dtype)
             Q_s = T.alloc_shared((CHUNK, K), dtype)
             K_s = T.alloc_shared((CHUNK, K), dtype)
             x_s = T.alloc_shared((CHUNK, K), dtype)
@@ -106,26 +130,26 @@ def within(
             db_s = T.alloc_shared((CHUNK,), f32)
             rows_s = T.alloc_shared((CHUNK,), f32)
             diagonal_s = T.alloc_shared((CHUNK,), f32)
-            kept_s = T.alloc_shared((K,), f32)
-            last_s = T.alloc_shared((K,), f32)
-            far_s = T.alloc_shared((CHUNK,), f32)
+            dG_chunk_s = T.alloc_shared((K,), f32)
+            dG_last_s = T.alloc_shared((K,), f32)
+            distance_s = T.alloc_shared((CHUNK,), f32)
             total_s = T.alloc_shared((segments, K), f32)
             part_s = T.alloc_shared((segments, K), f32)
             rate_s = T.alloc_shared((THREADS // 32,), f32)
 
-            wide = T.alloc_fragment((CHUNK, K), f32)
+            tile = T.alloc_fragment((CHUNK, K), f32)
             d_query = T.alloc_fragment((CHUNK, K), f32)
             d_key = T.alloc_fragment((CHUNK, K), f32)
             dG = T.alloc_fragment((CHUNK, K), f32)
             dV = T.alloc_fragment((CHUNK, V), f32)
-            both = T.alloc_fragment((K, V), f32)
+            state_tile = T.alloc_fragment((K, V), f32)
             dM = T.alloc_fragment((CHUNK, CHUNK), f32)
             dT = T.alloc_fragment((CHUNK, CHUNK), f32)
             square = T.alloc_fragment((CHUNK, CHUNK), f32)
-            # sums: each follows the layout of what it sums
-            of_steps = T.alloc_fragment((CHUNK,), f32)
-            of_rows = T.alloc_fragment((CHUNK,), f32)
-            of_state = T.alloc_fragment((K,), f32)
+            # A sum has the layout of its summands, so that each layout has sums of its own.
+            step_sums = T.alloc_fragment((CHUNK,), f32)
+            square_sums = T.alloc_fragment((CHUNK,), f32)
+            state_sums = T.alloc_fragment((K,), f32)
             x = T.alloc_local((steps,), f32)
             first = T.alloc_var('int32')
             count = T.alloc_var('int32')
@@ -133,8 +157,8 @@ def within(
             levels = T.alloc_var('int32')
             half = T.alloc_var('int32')
             total = T.alloc_var(f32)
-            part = T.alloc_var(f32)
-            for_rate = T.alloc_var(f32)
+            d_bias_part = T.alloc_var(f32)
+            d_rate = T.alloc_var(f32)
             raw = T.alloc_var(f32)
             head = T.truncdiv(hv, group)
             if packed:
@@ -147,7 +171,7 @@ def within(
                 first = T.truncdiv(row, chunks) * length + T.truncmod(row, chunks) * CHUNK
                 count = T.min(length - T.truncmod(row, chunks) * CHUNK, CHUNK)
 
-            # what has value columns
+            # Products over value columns.
             for i, j in T.Parallel(CHUNK, V):
                 dO_s[i, j] = T.if_then_else(i < count, do[first + i, hv, j], T.cast(0, dtype))
             for i, j in T.Parallel(CHUNK, V):
@@ -169,10 +193,10 @@ def within(
                 X_s[i, j] = T.if_then_else(i < count, inverse[first + i, hv, j], T.cast(0, dtype))
             for i, j in T.Parallel(CHUNK, CHUNK):
                 T_s[i, j] = T.cast(T.cast(X_s[i, j], f32) * b_s[j], dtype)
-            T.gemm(dU_s, S_s, wide, transpose_B=True, clear_accum=True)
+            T.gemm(dU_s, S_s, tile, transpose_B=True, clear_accum=True)
             for i, j in T.Parallel(CHUNK, K):
-                wide[i, j] = -wide[i, j]
-            T.copy(wide, dW_s)
+                tile[i, j] = -tile[i, j]
+            T.copy(tile, dW_s)
             T.gemm(dO_s, S_s, d_query, transpose_B=True, clear_accum=True)
             T.gemm(U_s, dS_s, d_key, transpose_B=True, clear_accum=True)
             T.gemm(dO_s, U_s, dM, transpose_B=True, clear_accum=True)
@@ -180,52 +204,52 @@ def within(
             T.gemm(T_s, dU_s, dV, transpose_A=True, clear_accum=True)
             T.copy(dV, dV_s)
             for i, j in T.Parallel(K, V):
-                both[i, j] = T.cast(S_s[i, j], f32) * T.cast(dS_s[i, j], f32)
-            T.reduce_sum(both, of_state, dim=1)
+                state_tile[i, j] = T.cast(S_s[i, j], f32) * T.cast(dS_s[i, j], f32)
+            T.reduce_sum(state_tile, state_sums, dim=1)
             for i in T.Parallel(K):
-                kept_s[i] = of_state[i]
+                dG_chunk_s[i] = state_sums[i]
             for i, j in T.Parallel(CHUNK, V):
                 if i < count:
                     dv[first + i, hv, j] = dV_s[i, j]
 
-            # keys, queries and G
+            # Keys, queries and G.
             for i, j in T.Parallel(CHUNK, K):
                 K_s[i, j] = T.if_then_else(i < count, k[first + i, head, j], T.cast(0, dtype))
             for i, j in T.Parallel(CHUNK, K):
                 Q_s[i, j] = T.if_then_else(i < count, q[first + i, head, j], T.cast(0, dtype))
-            # steps behind the end are as the last one: nothing decays there
+            # Steps past the end repeat G of the last one, so that their decay is 1.
             for i, j in T.Parallel(CHUNK, K):
                 G_s[i, j] = G[first + T.max(T.min(i, count - 1), 0), hv, j]
             if normalise:
                 for i, j in T.Parallel(CHUNK, K):
-                    wide[i, j] = T.cast(K_s[i, j], f32) * T.cast(K_s[i, j], f32)
-                T.reduce_sum(wide, of_steps, dim=1)
+                    tile[i, j] = T.cast(K_s[i, j], f32) * T.cast(K_s[i, j], f32)
+                T.reduce_sum(tile, step_sums, dim=1)
                 for i in T.Parallel(CHUNK):
-                    rk_s[i] = T.rsqrt(of_steps[i] + 1e-6)
+                    rk_s[i] = T.rsqrt(step_sums[i] + 1e-6)
                 for i, j in T.Parallel(CHUNK, K):
-                    wide[i, j] = T.cast(Q_s[i, j], f32) * T.cast(Q_s[i, j], f32)
-                T.reduce_sum(wide, of_steps, dim=1)
+                    tile[i, j] = T.cast(Q_s[i, j], f32) * T.cast(Q_s[i, j], f32)
+                T.reduce_sum(tile, step_sums, dim=1)
                 for i in T.Parallel(CHUNK):
-                    rq_s[i] = T.rsqrt(of_steps[i] + 1e-6)
+                    rq_s[i] = T.rsqrt(step_sums[i] + 1e-6)
             else:
                 for i in T.Parallel(CHUNK):
                     rk_s[i] = 1.0
                     rq_s[i] = 1.0
             for i, j in T.Parallel(CHUNK, K):
-                wide[i, j] = T.cast(K_s[i, j], f32) * T.exp(G_s[i, j]) * rk_s[i]
-            T.copy(wide, grown_s)
-            T.gemm(dW_s, grown_s, dT, transpose_B=True)
+                tile[i, j] = T.cast(K_s[i, j], f32) * T.exp(G_s[i, j]) * rk_s[i]
+            T.copy(tile, k_start_s)
+            T.gemm(dW_s, k_start_s, dT, transpose_B=True)
 
-            # what comes through the states
+            # Terms that pass the states before and after the chunk.
             for i, j in T.Parallel(CHUNK, K):
                 d_query[i, j] *= T.exp(G_s[i, j]) * scale
             for i, j in T.Parallel(CHUNK, K):
                 d_key[i, j] *= T.exp(G_s[CHUNK - 1, j] - G_s[i, j])
-            # the keys that the next state takes carry e^{G_C - G}, of the last step 1 whatever G is
+            # The keys that enter the next state have the factor e^{G_C - G}, which is 1 at the last step for any G.
             for i, j in T.Parallel(CHUNK, K):
-                wide[i, j] = T.if_then_else(i < count - 1, T.cast(K_s[i, j], f32) * rk_s[i] * d_key[i, j], 0.0)
-            # a sum over steps goes through shared memory: across warps it would take a barrier for each of its parts
-            T.copy(wide, dG_s)
+                tile[i, j] = T.if_then_else(i < count - 1, T.cast(K_s[i, j], f32) * rk_s[i] * d_key[i, j], 0.0)
+            # Sums over steps use shared memory. Across warps each part of a sum would need a barrier.
+            T.copy(tile, dG_s)
             T.sync_threads()
             tx = T.get_thread_binding()
             column = T.truncmod(tx, K)
@@ -236,23 +260,23 @@ def within(
             total_s[segment, column] = total
             T.sync_threads()
             if segment == 0:
-                total = kept_s[column] * T.exp(G_s[CHUNK - 1, column])
+                total = dG_chunk_s[column] * T.exp(G_s[CHUNK - 1, column])
                 for i in T.unroll(segments):
                     total += total_s[i, column]
-                last_s[column] = total
+                dG_last_s[column] = total
             T.sync_threads()
             for i, j in T.Parallel(CHUNK, K):
                 dG[i, j] = T.cast(Q_s[i, j], f32) * rq_s[i] * d_query[i, j] + T.if_then_else(
-                    i == count - 1, last_s[j], -wide[i, j]
+                    i == count - 1, dG_last_s[j], -tile[i, j]
                 )
-            T.gemm(T_s, dW_s, wide, transpose_A=True, clear_accum=True)
+            T.gemm(T_s, dW_s, tile, transpose_A=True, clear_accum=True)
             for i, j in T.Parallel(CHUNK, K):
-                wide[i, j] *= T.exp(G_s[i, j])
+                tile[i, j] *= T.exp(G_s[i, j])
             for i, j in T.Parallel(CHUNK, K):
-                dG[i, j] += T.cast(K_s[i, j], f32) * rk_s[i] * wide[i, j]
-                d_key[i, j] += wide[i, j]
+                dG[i, j] += T.cast(K_s[i, j], f32) * rk_s[i] * tile[i, j]
+                d_key[i, j] += tile[i, j]
 
-            # L = diag(beta) A; of its inverse X, dL = -X^T dX X^T below the diagonal
+            # For the inverse X of I + L with L = diag(beta) A, dL = -X^T dX X^T below the diagonal.
             for i, j in T.Parallel(CHUNK, CHUNK):
                 square[i, j] = dT[i, j] * T.cast(X_s[i, j], f32)
             T.copy(square, square_s)
@@ -267,15 +291,15 @@ def within(
                 dT[i, j] = T.if_then_else(i > j, dT[i, j] * b_s[j], 0.0)
             T.copy(dT, dX_s)
             T.gemm(X_s, dX_s, square, transpose_A=True, clear_accum=True)
-            T.copy(square, half_s)
-            T.gemm(half_s, X_s, dT, transpose_B=True, clear_accum=True)
+            T.copy(square, product_s)
+            T.gemm(product_s, X_s, dT, transpose_B=True, clear_accum=True)
             for i, j in T.Parallel(CHUNK, CHUNK):
                 dT[i, j] = T.if_then_else(i > j, -dT[i, j], 0.0)
             for i, j in T.Parallel(CHUNK, CHUNK):
                 square[i, j] = dT[i, j] * T.if_then_else(i < count, lower[first + i, hv, j], 0.0)
-            T.reduce_sum(square, of_rows, dim=1)
+            T.reduce_sum(square, square_sums, dim=1)
             for i in T.Parallel(CHUNK):
-                rows_s[i] = of_rows[i]
+                rows_s[i] = square_sums[i]
             for i in T.Parallel(CHUNK):
                 db = db_s[i] + rows_s[i]
                 if sigmoid:
@@ -286,7 +310,7 @@ def within(
                 dT[i, j] *= b_s[i]
             for i, j in T.Parallel(CHUNK, CHUNK):
                 dM[i, j] *= scale
-            # a step with itself
+            # Gradients of the score of each step with itself.
             for i, j in T.Parallel(CHUNK, CHUNK):
                 if i == j:
                     diagonal_s[i] = dM[i, j]
@@ -294,21 +318,21 @@ def within(
                 d_query[i, j] += diagonal_s[i] * T.cast(K_s[i, j], f32) * rk_s[i]
                 d_key[i, j] += diagonal_s[i] * T.cast(Q_s[i, j], f32) * rq_s[i]
 
-            # pairs of steps
+            # Pairs of steps: relative to the middle of the chunk (one level), or at six levels.
             levels = 6
             if dtype == 'bfloat16':
                 for i, j in T.Parallel(CHUNK, K):
-                    wide[i, j] = T.abs(G_s[i, j] - G_s[T.truncdiv(count, 2), j])
-                T.reduce_max(wide, of_steps, dim=1)
+                    tile[i, j] = T.abs(G_s[i, j] - G_s[T.truncdiv(count, 2), j])
+                T.reduce_max(tile, step_sums, dim=1)
                 for i in T.Parallel(CHUNK):
-                    far_s[i] = of_steps[i]
+                    distance_s[i] = step_sums[i]
                 total = 0.0
                 for i in T.serial(CHUNK):
-                    total = T.max(total, far_s[i])
-                levels = T.if_then_else(total <= MOST, 1, 6)
+                    total = T.max(total, distance_s[i])
+                levels = T.if_then_else(total <= FURTHEST, 1, 6)
             for level in T.serial(levels):
                 half = T.shift_right(CHUNK // 2, level)
-                # of a level: G at the boundary of the pair of blocks, which steps of either side reach with exponents <= 0
+                # At a level, the reference is the boundary of a pair of blocks, and both sides have exponents <= 0.
                 for i, j in T.Parallel(CHUNK, CHUNK):
                     square[i, j] = T.if_then_else(
                         i > j and (levels == 1 or T.bitwise_xor(T.truncdiv(i, half), T.truncdiv(j, half)) == 1),
@@ -324,65 +348,35 @@ def within(
                     )
                 T.copy(square, A_s)
                 for i, j in T.Parallel(CHUNK, K):
-                    away = (
-                        G_s[i, j]
-                        - G_s[
-                            T.if_then_else(levels == 1, T.truncdiv(count, 2), T.truncdiv(i, 2 * half) * 2 * half + half), j
-                        ]
-                    )
-                    wide[i, j] = T.cast(K_s[i, j], f32) * rk_s[i] * T.exp(T.if_then_else(levels == 1, -away, -T.abs(away)))
-                T.copy(wide, y_s)
+                    G_rel = relative(G_s, i, j, levels, half, count)
+                    tile[i, j] = T.cast(K_s[i, j], f32) * rk_s[i] * T.exp(T.if_then_else(levels == 1, -G_rel, -T.abs(G_rel)))
+                T.copy(tile, y_s)
                 for i, j in T.Parallel(CHUNK, K):
-                    away = (
-                        G_s[i, j]
-                        - G_s[
-                            T.if_then_else(levels == 1, T.truncdiv(count, 2), T.truncdiv(i, 2 * half) * 2 * half + half), j
-                        ]
-                    )
-                    wide[i, j] = T.cast(Q_s[i, j], f32) * rq_s[i] * T.exp(T.if_then_else(levels == 1, away, -T.abs(away)))
-                T.copy(wide, x_s)
-                # rows of the scores of q, then of k; then columns of both
-                T.gemm(M_s, y_s, wide, clear_accum=True)
+                    G_rel = relative(G_s, i, j, levels, half, count)
+                    tile[i, j] = T.cast(Q_s[i, j], f32) * rq_s[i] * T.exp(T.if_then_else(levels == 1, G_rel, -T.abs(G_rel)))
+                T.copy(tile, x_s)
+                # Row gradients of the scores of q, column gradients of both scores, then row gradients of those of k.
+                T.gemm(M_s, y_s, tile, clear_accum=True)
                 for i, j in T.Parallel(CHUNK, K):
-                    away = (
-                        G_s[i, j]
-                        - G_s[
-                            T.if_then_else(levels == 1, T.truncdiv(count, 2), T.truncdiv(i, 2 * half) * 2 * half + half), j
-                        ]
-                    )
-                    dG[i, j] += T.cast(x_s[i, j], f32) * wide[i, j]
-                    d_query[i, j] += wide[i, j] * T.exp(T.if_then_else(levels == 1, away, -T.abs(away)))
-                T.gemm(M_s, x_s, wide, transpose_A=True, clear_accum=True)
+                    G_rel = relative(G_s, i, j, levels, half, count)
+                    dG[i, j] += T.cast(x_s[i, j], f32) * tile[i, j]
+                    d_query[i, j] += tile[i, j] * T.exp(T.if_then_else(levels == 1, G_rel, -T.abs(G_rel)))
+                T.gemm(M_s, x_s, tile, transpose_A=True, clear_accum=True)
                 for i, j in T.Parallel(CHUNK, K):
-                    away = (
-                        G_s[i, j]
-                        - G_s[
-                            T.if_then_else(levels == 1, T.truncdiv(count, 2), T.truncdiv(i, 2 * half) * 2 * half + half), j
-                        ]
-                    )
+                    G_rel = relative(G_s, i, j, levels, half, count)
                     x_s[i, j] = T.cast(
-                        T.cast(K_s[i, j], f32) * rk_s[i] * T.exp(T.if_then_else(levels == 1, away, -T.abs(away))), dtype
+                        T.cast(K_s[i, j], f32) * rk_s[i] * T.exp(T.if_then_else(levels == 1, G_rel, -T.abs(G_rel))), dtype
                     )
-                T.gemm(A_s, x_s, wide, transpose_A=True)
+                T.gemm(A_s, x_s, tile, transpose_A=True)
                 for i, j in T.Parallel(CHUNK, K):
-                    away = (
-                        G_s[i, j]
-                        - G_s[
-                            T.if_then_else(levels == 1, T.truncdiv(count, 2), T.truncdiv(i, 2 * half) * 2 * half + half), j
-                        ]
-                    )
-                    dG[i, j] -= T.cast(y_s[i, j], f32) * wide[i, j]
-                    d_key[i, j] += wide[i, j] * T.exp(T.if_then_else(levels == 1, -away, -T.abs(away)))
-                T.gemm(A_s, y_s, wide, clear_accum=True)
+                    G_rel = relative(G_s, i, j, levels, half, count)
+                    dG[i, j] -= T.cast(y_s[i, j], f32) * tile[i, j]
+                    d_key[i, j] += tile[i, j] * T.exp(T.if_then_else(levels == 1, -G_rel, -T.abs(G_rel)))
+                T.gemm(A_s, y_s, tile, clear_accum=True)
                 for i, j in T.Parallel(CHUNK, K):
-                    away = (
-                        G_s[i, j]
-                        - G_s[
-                            T.if_then_else(levels == 1, T.truncdiv(count, 2), T.truncdiv(i, 2 * half) * 2 * half + half), j
-                        ]
-                    )
-                    dG[i, j] += T.cast(x_s[i, j], f32) * wide[i, j]
-                    d_key[i, j] += wide[i, j] * T.exp(T.if_then_else(levels == 1, away, -T.abs(away)))
+                    G_rel = relative(G_s, i, j, levels, half, count)
+                    dG[i, j] += T.cast(x_s[i, j], f32) * tile[i, j]
+                    d_key[i, j] += tile[i, j] * T.exp(T.if_then_else(levels == 1, G_rel, -T.abs(G_rel)))
 
             T.copy(d_query, x_s)
             T.copy(d_key, y_s)
@@ -394,7 +388,7 @@ def within(
                 if i < count:
                     dk[first + i, hv, j] = y_s[i, j]
             T.sync_threads()
-            # the gradient of a log decay is the sum over the steps from it on
+            # The gradient of a log decay is the sum of dG over its step and all later ones.
             total = 0.0
             for i in T.unroll(steps):
                 x[steps - 1 - i] = T.if_then_else(
@@ -408,8 +402,8 @@ def within(
             for i in T.unroll(segments):
                 if i > segment:
                     total += total_s[i, column]
-            part = 0.0
-            for_rate = 0.0
+            d_bias_part = 0.0
+            d_rate = 0.0
             for i in T.unroll(steps):
                 if segment * steps + i < count:
                     x[i] += total
@@ -418,28 +412,28 @@ def within(
                         if bounded:
                             raw *= rates[hv]
                             x[i] *= lower_bound / (1.0 + T.exp(-raw)) / (1.0 + T.exp(raw))
-                            for_rate += x[i] * raw
+                            d_rate += x[i] * raw
                             x[i] *= rates[hv]
                         else:
-                            for_rate -= rates[hv] * x[i] * softplus(raw)
+                            d_rate -= rates[hv] * x[i] * softplus(raw)
                             x[i] *= -rates[hv] / (1.0 + T.exp(-raw))
-                        part += x[i]
+                        d_bias_part += x[i]
                     dg[first + segment * steps + i, hv, column] = T.cast(x[i], gate_dtype)
             if gate:
-                part_s[segment, column] = part
-                for_rate = T.warp_reduce_sum(for_rate)
+                part_s[segment, column] = d_bias_part
+                d_rate = T.warp_reduce_sum(d_rate)
                 if T.truncmod(tx, 32) == 0:
-                    rate_s[T.truncdiv(tx, 32)] = for_rate
+                    rate_s[T.truncdiv(tx, 32)] = d_rate
                 T.sync_threads()
                 if segment == 0:
-                    part = 0.0
+                    d_bias_part = 0.0
                     for i in T.unroll(segments):
-                        part += part_s[i, column]
-                    d_bias[row, hv, column] = part
+                        d_bias_part += part_s[i, column]
+                    d_bias[row, hv, column] = d_bias_part
                 if tx == 0:
-                    for_rate = 0.0
+                    d_rate = 0.0
                     for i in T.unroll(THREADS // 32):
-                        for_rate += rate_s[i]
-                    d_rates[row, hv] = for_rate
+                        d_rate += rate_s[i]
+                    d_rates[row, hv] = d_rate
 
-    return kda_within
+    return kda_intra_chunk_bwd

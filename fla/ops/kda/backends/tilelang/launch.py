@@ -38,7 +38,7 @@ def within_chunks(
     indices = unread if cu_seqlens is None else cu_seqlens
     (kernel,) = kernels_of(
         (
-            kernels.within,
+            kernels.intra_chunk_bwd,
             (
                 *(dim_k, dim_v, name_of(q.dtype), name_of(g.dtype), name_of(beta.dtype), name_of(indices.dtype)),
                 *(layout.packed, settings.normalise, settings.gate, settings.lower_bound is not None),
