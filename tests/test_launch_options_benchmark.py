@@ -1,4 +1,4 @@
-"""benchmarks/launch_options.py on a CPU: what it changes, and what it says where it cannot run."""
+"""benchmarks/launch_options.py on a CPU: the changed launch options, and the message without a GPU."""
 
 import importlib
 import subprocess
@@ -32,22 +32,22 @@ def test_variants(benchmark):
 
 
 @pytest.mark.interpreted
-def test_launches_change(benchmark, monkeypatch):
+def test_launch_options_are_overridden(benchmark, monkeypatch):
     pytest.importorskip('triton')
     from fla.ops.gated_delta_rule.kernels import launch
 
-    asked = []
+    launched = []
 
     def real(kernel, grid):
-        return lambda *tensors, **options: asked.append((kernel.fn.__name__, options['BK'], options['num_warps']))
+        return lambda *tensors, **options: launched.append((kernel.fn.__name__, options['BK'], options['num_warps']))
 
     monkeypatch.setattr(launch, 'launch', real)
-    variant = benchmark.let_vary('gated_delta_rule')
+    variant = benchmark.override_launches('gated_delta_rule')
     q, beta = torch.randn(1, 3, 1, 32), torch.rand(1, 3, 1)
     for given in ('', 'prepare BK=16, outputs num_warps=2'):
         variant.update(benchmark.parsed('gated_delta_rule', given) if given else {})
         launch.chunk_forward(q, q, q, -beta, beta, None, None, None, None, launch.Options(1.0))
-    blocks = [[found for found in asked if found[0] == name] for name in ('prepare', 'outputs')]
+    blocks = [[found for found in launched if found[0] == name] for name in ('prepare', 'outputs')]
     (_, whole, warps), (_, half, _) = blocks[0]
     assert (whole, half) == (32, 16)
     assert [found[1:] for found in blocks[1]] == [(32, warps), (32, 2)]
@@ -55,7 +55,7 @@ def test_launches_change(benchmark, monkeypatch):
 
 def test_without_a_gpu():
     if torch.cuda.is_available():
-        pytest.skip('there is one')
+        pytest.skip('a GPU is available')
     script = markdown.ROOT / 'benchmarks' / 'launch_options.py'
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, 'These kernels need a GPU: nothing is measured here.\n')
+    assert (done.returncode, done.stdout) == (0, 'This benchmark needs a GPU: nothing is measured.\n')
