@@ -11,28 +11,28 @@ from tests import markdown
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def launch_options(monkeypatch):
     monkeypatch.syspath_prepend(str(markdown.ROOT / 'benchmarks'))
     return importlib.import_module('launch_options')
 
 
-def test_variants(benchmark):
+def test_variants(launch_options):
     pytest.importorskip('triton')
-    found = benchmark.parsed('gated_delta_rule', 'within BK=64 num_stages=3, through num_warps=8')
+    found = launch_options.parsed('gated_delta_rule', 'within BK=64 num_stages=3, through num_warps=8')
     assert found == {'within': {'BK': 64, 'num_stages': 3}, 'through': {'num_warps': 8}}
-    assert benchmark.parsed('kda', 'prepare num_stages=2') == {'prepare': {'num_stages': 2}}
+    assert launch_options.parsed('kda', 'prepare num_stages=2') == {'prepare': {'num_stages': 2}}
     with pytest.raises(ValueError, match='invalid literal'):
-        benchmark.parsed('gated_delta_rule', 'within BK')
+        launch_options.parsed('gated_delta_rule', 'within BK')
     for text, name in (('withing BK=64', 'withing'), ('launch BK=64', 'launch'), ('within BK=64,', ''), ('', '')):
         with pytest.raises(ValueError, match=f"gated_delta_rule has no kernel '{name}'"):
-            benchmark.parsed('gated_delta_rule', text)
+            launch_options.parsed('gated_delta_rule', text)
     for text in ('within', 'within BK=64, within BV=32'):
         with pytest.raises(ValueError, match='name within once, with its options'):
-            benchmark.parsed('gated_delta_rule', text)
+            launch_options.parsed('gated_delta_rule', text)
 
 
 @pytest.mark.interpreted
-def test_launch_options_are_overridden(benchmark, monkeypatch):
+def test_launch_options_are_overridden(launch_options, monkeypatch):
     pytest.importorskip('triton')
     from fla.ops.gated_delta_rule.kernels import launch
 
@@ -42,10 +42,10 @@ def test_launch_options_are_overridden(benchmark, monkeypatch):
         return lambda *tensors, **options: launched.append((kernel.fn.__name__, options['BK'], options['num_warps']))
 
     monkeypatch.setattr(launch, 'launch', real)
-    variant = benchmark.override_launches('gated_delta_rule')
+    variant = launch_options.override_launches('gated_delta_rule')
     q, beta = torch.randn(1, 3, 1, 32), torch.rand(1, 3, 1)
     for given in ('', 'prepare BK=16, outputs num_warps=2'):
-        variant.update(benchmark.parsed('gated_delta_rule', given) if given else {})
+        variant.update(launch_options.parsed('gated_delta_rule', given) if given else {})
         launch.chunk_forward(q, q, q, -beta, beta, None, None, None, None, launch.Options(1.0))
     blocks = [[found for found in launched if found[0] == name] for name in ('prepare', 'outputs')]
     (_, whole, warps), (_, half, _) = blocks[0]

@@ -21,22 +21,22 @@ RUNS = {
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def qwen3_next(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     # this package takes the place of FLA, and needs its reference backend here
     monkeypatch.setenv('FLA_DISABLE_BACKEND_DISPATCH', '0')
-    benchmark = importlib.import_module('qwen3_next')
-    monkeypatch.setattr(benchmark, 'STEPS', 3)
-    return benchmark
+    qwen3_next = importlib.import_module('qwen3_next')
+    monkeypatch.setattr(qwen3_next, 'STEPS', 3)
+    return qwen3_next
 
 
 @pytest.fixture
-def run(benchmark, tmp_path, capsys):
+def run(qwen3_next, tmp_path, capsys):
     """Runs prefill with the FLA in a folder; returns the rows, which are also printed."""
 
     def prefill(fla):
         path = tmp_path / 'folder' / 'qwen3_next.json'
-        benchmark.main(['--quick', '--only=prefill', '--json', str(path), '--fla', str(fla)])
+        qwen3_next.main(['--quick', '--only=prefill', '--json', str(path), '--fla', str(fla)])
         result = json.loads(path.read_text(encoding='utf-8'))
         assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == result['rows']
         assert result['complete']
@@ -47,8 +47,8 @@ def run(benchmark, tmp_path, capsys):
     return prefill
 
 
-def test_every_phase(benchmark):
-    rows = list(benchmark.rows(OURS, list(benchmark.CASES), quick=True))
+def test_every_phase(qwen3_next):
+    rows = list(qwen3_next.rows(OURS, list(qwen3_next.CASES), quick=True))
     assert len(rows) == 5 * 3
     of = {(row['phase'], tuple(row['shape']), row['backend']): row for row in rows if not row['modules']}
     assert len(of) == 5 * 2
@@ -95,19 +95,19 @@ def test_without_fla(run, tmp_path):
     assert all('did not find' in row['refused'] and 'no kernels here' in row['refused'] for row in refused)
 
 
-def test_process_that_ends_early(benchmark, monkeypatch):
+def test_process_that_ends_early(qwen3_next, monkeypatch):
     """A process that fails becomes one row with the error."""
 
     def ended(*_):
         yield {'backend': FLA, 'phase': 'decode'}
         sys.exit('ended with status 1')
 
-    monkeypatch.setattr(benchmark, 'fla_rows', ended)
+    monkeypatch.setattr(qwen3_next, 'fla_rows', ended)
     options = argparse.Namespace(quick=True, only=None, fla='folder')
-    assert list(benchmark.rows_of_fla(options))[1] == {'backend': FLA, 'refused': 'ended with status 1'}
+    assert list(qwen3_next.rows_of_fla(options))[1] == {'backend': FLA, 'refused': 'ended with status 1'}
 
 
-def test_without_a_gpu(benchmark, monkeypatch, capsys):
+def test_without_a_gpu(qwen3_next, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    benchmark.main([])
+    qwen3_next.main([])
     assert 'needs a GPU' in capsys.readouterr().out
