@@ -1,4 +1,4 @@
-"""Runs a benchmark script on flash-linear-attention, in a process of its own: both packages are imported as `fla`."""
+"""Runs a benchmark script on flash-linear-attention, in a separate process: both packages are imported as `fla`."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def time_call(name: str, call: Callable[[], object], calls: int = 20) -> dict[st
 
     Args:
         name: prefix of the keys.
-        call: what is measured; an error of its first call becomes `{name}_refused`.
+        call: the measured call; an error of its first call becomes `{name}_refused`.
         calls: consecutive calls in a round of `wall_ms`.
     """
     try:

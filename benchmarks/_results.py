@@ -28,7 +28,7 @@ def parser(description: str, *, peer: bool = False) -> argparse.ArgumentParser:
 
     Args:
         description: the benchmark's module docstring.
-        peer: also add --fla and --lines, for benchmarks that measure flash-linear-attention in a process of its own.
+        peer: also add --fla and --lines, for benchmarks that measure flash-linear-attention in a separate process.
     """
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument('--json', type=Path, metavar='PATH', help='also write the results to this file')

@@ -4,7 +4,7 @@ of `tests/triton_support`. A GPU sums products in another order, so its errors d
 
     python benchmarks/accuracy.py --json benchmarks/results/accuracy.json --fla folder/of/fla-core
 
-FLA runs in a process of its own: --fla takes the folder in which its distribution was unpacked. FLA imports `einops`, which
+FLA runs in a separate process: --fla takes the folder in which its distribution was unpacked. FLA imports `einops`, which
 must be installed. `tests/ops/test_accuracy.py` holds this package's kernels to 1.1 times FLA's errors in the recorded rows.
 
 The JSON holds a row for each operation, dtype, gate strength, seed and backend, with the relative RMS errors of o, of the

@@ -3,7 +3,7 @@ peak memory. Measures each backend that can run and, with --fla, flash-linear-at
 
     python benchmarks/delta_rules.py --json benchmarks/results/delta_rules.json --fla folder/of/fla-core
 
-FLA runs in a process of its own, because both packages are imported as `fla`: --fla takes the folder in which its
+FLA runs in a separate process, because both packages are imported as `fla`: --fla takes the folder in which its
 distribution was unpacked. Its autotuning takes minutes, which `forward_first_s` and `both_first_s` include. `vendors.py`
 measures FlashKDA, which takes raw gates only.
 

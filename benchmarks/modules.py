@@ -10,7 +10,7 @@ of a gigabyte in the same process, and `*_copy_ms` the time of a copy with the c
 errors of the backend against float64, on at most 512 rows of the same width. `*_refused` is the error of a backend that
 cannot run. Inputs are normal numbers in bfloat16.
 
-FLA runs in a process of its own, because both packages are imported as `fla`: --fla takes the folder in which its
+FLA runs in a separate process, because both packages are imported as `fla`: --fla takes the folder in which its
 distribution was unpacked. Its autotuning takes most of the time. The file is written after each row. An interrupted run is
 resumed by the same command with --continue, on a card of the same kind with the same packages: `earlier` then holds the
 start and the copy bandwidth of each part, and refused rows are not tried again. --quick runs everything but torch.compile

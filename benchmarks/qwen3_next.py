@@ -15,7 +15,7 @@ eagerly with a growing cache and as a CUDA graph (`graph_*`) with a static one. 
 without recomputation or optimizer. `errors` are relative RMS errors against transformers' own PyTorch code in float32 with
 the same weights, of the logits of the last 1024 tokens or of 16 steps, of the loss, and of all gradients as one vector.
 
-FLA runs in a process of its own, because both packages are imported as `fla`: --fla takes the folder in which its
+FLA runs in a separate process, because both packages are imported as `fla`: --fla takes the folder in which its
 distribution was unpacked. The file is written after each row, so that a run may be interrupted. --quick runs everything on a
 CPU, with a tiny model.
 """

@@ -4,7 +4,7 @@
     python benchmarks/vendors.py --json benchmarks/results/vendors.json
     python benchmarks/vendors.py --only qla.packed kda              # cases whose names begin so
 
-Each case runs in a process of its own, several at a time because most of a case is compilation. Times follow when all cases
+Each case runs in a separate process, several at a time because most of a case is compilation. Times follow when all cases
 are done. An error beyond the bound of tests/bounds.py is marked `!!`; the exit status is 1 if there is one or if a case
 fails. Cases of a package that is not installed are left out, which is printed. Inputs are normal, never zeros.
 

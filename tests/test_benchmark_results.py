@@ -116,3 +116,10 @@ def test_fla_runs_its_own_kernels(monkeypatch, tmp_path):
     (environment,) = peer.fla_rows(str(script), [], tmp_path)
     assert environment['FLA_DISABLE_BACKEND_DISPATCH'] == '1'
     assert environment['PYTHONPATH'] == str(tmp_path)
+
+
+def test_each_script_has_the_shared_options():
+    """`make bench BENCH_ARGS=--quick` passes --quick to all of them."""
+    scripts = sorted((ROOT / 'benchmarks').glob('[a-z]*.py'))
+    assert len(scripts) == 11
+    assert [script.name for script in scripts if ' = parser(__doc__' not in script.read_text()] == []
