@@ -1,4 +1,4 @@
-"""The cases of `dispatch_overhead.py`: operations, verifiers and checks like real ones, and who must serve a call."""
+"""Cases of `dispatch_overhead.py`: operations, verifiers and checks like real ones, and the backend that must serve each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch import Tensor
 from fla.backends import BackendRegistry, BaseBackend, Dispatcher, Policy, Rule, dispatch, set_policy, telemetry
 
 OUT = [torch.tensor(i) for i in range(4)]
-"""What the implementations return: 0 the default's sentinel, 1 to 3 those of the first, second and third backend."""
+"""Results of the implementations: 0 from the default, 1 to 3 from the first, second and third backend."""
 
 
 def wide_function(out: Tensor) -> Callable[..., Tensor]:
-    """Five tensors and eleven options, of the eighteen that `chunk_kda` has."""
+    """A function with five tensors and eleven options; `chunk_kda` has eighteen."""
 
     def chunk_op(
         q: Tensor,
@@ -74,7 +74,7 @@ def wide_method(out: Tensor) -> Callable[..., Tensor]:
 
 
 def small_function(out: Tensor) -> Callable[..., Tensor]:
-    """The shape of `l2norm`."""
+    """A function with the signature of `l2norm`."""
 
     def small_op(x: Tensor, eps: float = 1e-5, output_dtype: torch.dtype | None = None) -> Tensor:
         return out
@@ -91,7 +91,7 @@ def small_method(out: Tensor) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Call:
-    """The tensors of a call of the wide operation: five positional arguments, and ten keywords."""
+    """Tensors of a call of the wide operation, which has five positional arguments and ten keywords."""
 
     q: Tensor
     k: Tensor
@@ -129,7 +129,7 @@ class Call:
 
 @dataclass(frozen=True)
 class SmallCall:
-    """The tensor of a call of the small operation: three positional arguments."""
+    """Tensor of a call of the small operation, which has three positional arguments."""
 
     x: Tensor
 
@@ -159,7 +159,7 @@ DTYPE, HEAD_DIM = 'bfloat16 only', 'head dimension 128 only'
 
 
 def accepts(self, q, v, use_gate_in_kernel, safe_gate, output_final_state):
-    """Flags first, then grad mode, dtype and two shapes, in the order of what they cost; all of them passed."""
+    """Tests flags, grad mode, dtype and two shapes, the cheapest first. `CHUNK` passes all of them."""
     if use_gate_in_kernel or safe_gate or output_final_state:
         return False, GATE
     if torch.is_grad_enabled():
@@ -203,11 +203,12 @@ FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_chunk(q, k, v, g, beta):
-    """Rank, shape, dtype and device of five tensors. Reads each attribute once; only a bad call pays for words."""
+    """Checks rank, shape, dtype and device of five tensors. Reads each attribute once, and formats messages only for
+    errors."""
     shape, v_shape, dtype, device = q.shape, v.shape, q.dtype, q.device
     if len(shape) != 4 or len(v_shape) != 4:
         raise ValueError(f'q and v must be [B, T, H, K] and [B, T, HV, V], got {shape} and {v_shape}')
-    # unpacked, since a slice of a torch.Size costs as much as reading the shape did
+    # unpacked: a slice of a torch.Size costs as much as reading the shape
     B, T, H, K = shape
     v_B, v_T, HV, _ = v_shape
     if k.shape != shape or v_B != B or v_T != T or HV % H or g.shape != (B, T, HV, K) or beta.shape != (B, T, HV):
@@ -222,7 +223,7 @@ def check_chunk(q, k, v, g, beta):
 
 
 def check_decode(q, k, v, beta, initial_state):
-    """One step: the shapes that index memory, the dtype of what is multiplied, and the state that a cache hands in."""
+    """Checks a decode step: shapes that index memory, dtypes of products, and the state that comes from a cache."""
     shape, v_shape, dtype = q.shape, v.shape, q.dtype
     if len(shape) != 4 or len(v_shape) != 4:
         raise ValueError(f'q and v must be [B, T, H, K] and [B, T, HV, V], got {shape} and {v_shape}')
@@ -242,8 +243,8 @@ class Case:
 
     Attributes:
         serves: index in OUT of the implementation that must serve the call.
-        ceiling: the budget, as a ratio to `torch.empty(0)`.
-        base: the case whose time is subtracted.
+        ceiling: budget, as a ratio to `torch.empty(0)`; None without one.
+        base: name of the case whose time is subtracted.
         refuses: a call that the operation's `check` must refuse.
     """
 
@@ -260,7 +261,7 @@ class Case:
         object.__setattr__(self, 'burst', self.call.burst(self.op))
 
     def assert_served(self) -> None:
-        """Raise unless the case measures what it says; also makes the plan."""
+        """Raises AssertionError unless the expected implementation serves the call. Also makes the plan."""
         got = int(self.burst(1))
         if got != self.serves:
             raise AssertionError(f'{self.name}: served by implementation {got}, expected {self.serves}')
@@ -269,15 +270,17 @@ class Case:
                 self.refuses.burst(self.op)(1)
             except ValueError:
                 return
-            raise AssertionError(f'{self.name}: the check refuses nothing')
+            raise AssertionError(f'{self.name}: the check accepted a call that it must refuse')
 
 
 fresh = itertools.count()
 
 
-def dispatched(backends: list[dict[str, Any]], *, small: bool = False, **options: Any) -> Callable[..., Any]:
-    """A dispatched operation with a registry of its own; each backend is a dict of what its class says."""
-    operation = f'bench_{next(fresh)}'
+def dispatched(
+    backends: list[dict[str, Any]], *, small: bool = False, operation: str | None = None, **options: Any
+) -> Callable[..., Any]:
+    """Returns a dispatched operation with its own registry; each backend is given as a dict of its class attributes."""
+    operation = operation or f'bench_{next(fresh)}'
     registry = BackendRegistry(operation, options.get('dispatcher'))
     name, method, function = (
         ('small_op', small_method, small_function) if small else ('chunk_op', wide_method, wide_function)
@@ -291,7 +294,7 @@ def dispatched(backends: list[dict[str, Any]], *, small: bool = False, **options
 
 
 def toggled(*verifiers: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Backends that the environment switches, as it does most real ones."""
+    """Returns backends that have a toggle in the environment, as most real backends have."""
     n = next(fresh)
     return [{'verifier': verifier, 'env_var': f'FLA_BENCH_{n}_{i}'} for i, verifier in enumerate(verifiers)]
 
@@ -303,12 +306,13 @@ def switched_off(backends: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def generated_source(op: Callable[..., Any]) -> str:
-    """The code of the plan a dispatched operation runs now."""
+    """Returns the generated code of a dispatched operation's current plan."""
     return ''.join(linecache.getlines(op.__code__.co_filename))
 
 
-# Where no backend is available: 0.15 for bare code, but the code asks on every call whether a profiler is running.
-NOTHING = 0.30
+# Ceiling where no backend is available. The bare code takes 0.15; asking on each call whether a profiler runs takes the
+# rest.
+NO_BACKEND = 0.30
 
 
 def direct_cases() -> list[Case]:
@@ -336,8 +340,8 @@ def fla_cases() -> list[Case]:
     another = wide_call(1, K=64, initial_state=DECODE.initial_state)
     served = 'one accepts: grad mode, dtype, 2 shapes'
     return [
-        Case(none, CHUNK, dispatched(missing), ceiling=NOTHING),
-        Case('no backend for this device, three for cuda', CHUNK, dispatched(elsewhere), ceiling=NOTHING),
+        Case(none, CHUNK, dispatched(missing), ceiling=NO_BACKEND),
+        Case('no backend for this device, three for cuda', CHUNK, dispatched(elsewhere), ceiling=NO_BACKEND),
         Case('all three toggled off', CHUNK, off, ceiling=0.30),
         Case('one rejects, on a flag', CHUNK, dispatched(toggled(wants_the_gate)), ceiling=0.45),
         Case('one rejects, on grad mode', CHUNK, dispatched(toggled(wants_grad_mode)), ceiling=0.45),
@@ -348,35 +352,38 @@ def fla_cases() -> list[Case]:
         Case('three, third accepts', CHUNK, third, serves=3, ceiling=2.20),
         Case('check of 5 tensors', CHUNK, checked, ceiling=3.0, base=none, refuses=mixed),
         Case('check of a decode step', DECODE, decode, ceiling=1.5, base=none_decode, refuses=another),
-        Case(none_decode, DECODE, dispatched(missing), ceiling=NOTHING, base='direct decode'),
-        Case('small op: no backend available', SMALL, small, ceiling=NOTHING, base='direct small'),
+        Case(none_decode, DECODE, dispatched(missing), ceiling=NO_BACKEND, base='direct decode'),
+        Case('small op: no backend available', SMALL, small, ceiling=NO_BACKEND, base='direct small'),
         Case('small op: one accepts: dtype, shape', SMALL, small_served, serves=1, ceiling=1.25, base='direct small'),
         *observed_cases(base=served),
     ]
 
 
 def observed_cases(base: str) -> list[Case]:
-    """The same call while somebody looks on, over the same call while nobody does. Each in a namespace of its own, since all
-    of this is of a whole namespace."""
+    """Returns cases with a rule, a measured choice, the breaker or telemetry in force, over `base`, which has none of them.
 
-    def one(name: str) -> tuple[Dispatcher, Callable[..., Any]]:
+    Each has its own namespace, because a namespace is what these apply to.
+    """
+
+    def in_namespace(name: str) -> tuple[Dispatcher, Callable[..., Any]]:
         owner = Dispatcher(f'bench_{name}.ops', f'BENCH_{name.upper()}')
-        return owner, dispatched([{'verifier': accepts, 'env_var': f'BENCH_{name.upper()}_IT'}], dispatcher=owner)
+        backends = [{'verifier': accepts, 'env_var': f'BENCH_{name.upper()}_IT'}]
+        return owner, dispatched(backends, operation=f'bench_{name}', dispatcher=owner)
 
-    ruled, with_rules = one('rules')
-    entry = with_rules.__fla_entry__
+    ruled, with_rules = in_namespace('rules')
     when = 'q.dtype == bfloat16 and q.shape[1] >= 64 and cu_seqlens is None'
-    set_policy(Policy(rules=(Rule(entry.operation, 'vendor', when),)), dispatcher=ruled)
-    # as measure() writes them: a size and the dtype
-    measured, with_choice = one('measured')
+    set_policy(Policy(rules=(Rule('bench_rules', 'vendor', when),)), dispatcher=ruled)
+    # conditions as measure() writes them: a size and the dtype
+    measured, with_choice = in_namespace('measured')
     sizes = ('q.shape[1] < 64', 'q.shape[1] >= 64 and q.dtype == bfloat16')
-    key = with_choice.__fla_entry__.spec.key
-    measured.set_measured(Policy(rules=tuple(Rule((key,), 'vendor', size) for size in sizes)), 'benchmark')
-    failing, with_breaker = one('breaker')
+    measured.set_measured(
+        Policy(rules=tuple(Rule(('bench_measured.chunk_op',), 'vendor', size) for size in sizes)), 'benchmark'
+    )
+    failing, with_breaker = in_namespace('breaker')
     set_policy(Policy(on_error='fallback'), dispatcher=failing)
-    counted, with_counters = one('counters')
+    counted, with_counters = in_namespace('counters')
     telemetry(dispatcher=counted).start()
-    timed, with_times = one('times')
+    timed, with_times = in_namespace('times')
     telemetry(timing=True, dispatcher=timed).start()
     return [
         Case('a rule in force: dtype, size, is None', CHUNK, with_rules, serves=1, ceiling=0.6, base=base),
@@ -388,6 +395,6 @@ def observed_cases(base: str) -> list[Case]:
 
 
 def resolved_case() -> Case:
-    """`resolve` hands a decode loop the callable itself: what it costs is what the callable costs."""
+    """Returns a case of the callable from `resolve`, which a decode loop calls without dispatch."""
     op = dispatched(toggled(accepts))
     return Case('op.resolve(…), called', CHUNK, op.resolve(**vars(CHUNK)), serves=1)

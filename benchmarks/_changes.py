@@ -1,4 +1,4 @@
-"""What `compile_breaks.py` changes under a compiled caller, and who must serve the call after each change."""
+"""Changes under a compiled caller for `compile_breaks.py`, and the backend that must serve the call after each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fla.backends import BackendRegistry, BaseBackend, dispatch, use_backend
 
 Op = Callable[..., Tensor]
 RESULTS = {'default': 0, 'first': 1, 'second': 2}
-T_LEAST = 64
+MIN_T = 64
 
 
 def undispatched(q, k, v, g, beta, scale=None, initial_state=None, safe_gate=False, cu_seqlens=None):
@@ -38,7 +38,7 @@ class First(BaseBackend):
             return False, 'inference only'
         if q.dtype is not torch.float32:
             return False, 'float32 only'
-        if q.shape[1] < T_LEAST or q.shape[-1] != 16 or v.shape[-1] != 16:
+        if q.shape[1] < MIN_T or q.shape[-1] != 16 or v.shape[-1] != 16:
             return False, 'T >= 64, K = V = 16'
         return True, None
 
@@ -58,14 +58,14 @@ fresh = itertools.count()
 
 
 class World:
-    """One dispatched operation with two backends, each under a toggle of its own, for one row of the table."""
+    """A dispatched operation with two backends, each with its own toggle, for one row of the table."""
 
     def __init__(self) -> None:
         n = next(fresh)
         self.operation = f'compile_bench_{n}'
         self.registry = BackendRegistry(self.operation)
         self.toggle = f'FLA_COMPILE_BENCH_{n}'
-        # classes of its own, since a step may set an attribute of a class
+        # new classes, because a step may set an attribute of a class
         self.first = types.new_class('First', (First,), {}, lambda body: body.update(env_var=f'{self.toggle}_FIRST'))()
         self.second = types.new_class('Second', (Second,), {}, lambda body: body.update(env_var=f'{self.toggle}_SECOND'))()
         self.handle = self.registry.register(self.first)
@@ -87,8 +87,9 @@ class Step:
     """One call of the compiled caller.
 
     Attributes:
-        serves: who must, written down so that compiled and eager cannot agree on a wrong answer.
-        during: what holds while it runs.
+        serves: implementation that must serve the call: compiled and eager could agree on a wrong one.
+        during: context of the call.
+        inputs: arguments of the call; None for the default ones.
     """
 
     serves: str
@@ -97,7 +98,7 @@ class Step:
 
 
 def alternate(times: int, change: Callable[[], contextlib.AbstractContextManager[Any]]) -> list[Step]:
-    """Without and with the change, by turns: the second backend serves where it holds."""
+    """Returns steps alternately without and with the change, under which the second backend serves."""
     return [Step('second', change) if i % 2 else Step('first') for i in range(times)]
 
 
@@ -152,7 +153,7 @@ def dtypes(world: World) -> list[Step]:
 
 
 def lengths(world: World) -> list[Step]:
-    return [Step('first' if T >= T_LEAST else 'second', inputs=inputs(T)) for T in (128, 63, 200, 32, 64, 100)]
+    return [Step('first' if T >= MIN_T else 'second', inputs=inputs(T)) for T in (128, 63, 200, 32, 64, 100)]
 
 
 def flags(world: World) -> list[Step]:
@@ -171,7 +172,7 @@ def registrations(world: World) -> list[Step]:
     return alternate(4, lambda: without_first(world))
 
 
-# What changes, and how many compilations it may cost in all; None where no number is promised.
+# Name of a change → (its steps, the compilations they may cost in all; None where no number is promised).
 CHANGES: dict[str, tuple[Callable[[World], list[Step]], int | None]] = {
     'toggle flips, 12x': (toggled, 2),
     'toggle unset and set, 4x': (set_and_unset, 2),

@@ -1,4 +1,4 @@
-"""The times in `compile_breaks.py`: tracing a dispatched call, and running a compiled model that makes some."""
+"""Times for `compile_breaks.py`: tracing a dispatched call, and running a compiled model with dispatched calls."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fla.backends import BackendRegistry, BaseBackend, dispatch
 
 
 def refuses(V: int) -> Callable[..., Any]:
-    """A narrow verifier that looks at what `First` looks at, and says no at the last test."""
+    """Returns a narrow verifier that tests what the verifier of `First` tests, and rejects at the last test."""
 
     def chunk_op_verifier(self, q, v, safe_gate):
         if safe_gate or torch.is_grad_enabled() or q.dtype is not torch.float32 or q.shape[-1] != 16:
-            return False, 'elsewhere'
+            return False, 'another call'
         return (True, None) if v.shape[-1] == V else (False, 'another V')
 
     return chunk_op_verifier
 
 
 def rejecting(n: int) -> Op:
-    """A dispatched operation of n backends, none of which takes the call."""
+    """Returns a dispatched operation with n backends, all of which reject the call."""
     operation = f'compile_bench_{next(fresh)}'
     registry = BackendRegistry(operation)
     for i in range(n):
@@ -44,7 +44,7 @@ def rejecting(n: int) -> Op:
 
 
 def trace_ms(op: Op, calls: int) -> float:
-    """CPU time of the first run of a compiled caller: Dynamo's work, as the backend is `eager`."""
+    """CPU time of a compiled caller's first run, which is Dynamo's work: the backend is `eager`."""
 
     def caller(**tensors: Any) -> Tensor:
         total = tensors['q'].new_full((), 0)
@@ -59,23 +59,24 @@ def trace_ms(op: Op, calls: int) -> float:
     total = compiled(**tensors)
     spent = time.thread_time_ns() - start
     if int(total) != 0:
-        raise AssertionError('not the default served')
+        raise AssertionError('the default did not serve')
     return spent / 1e6
 
 
 @torch.no_grad()
 def trace_times(repeats: int, calls: int = 32) -> list[dict[str, Any]]:
+    """Returns a row per operation: Dynamo's milliseconds for a call, in all and over an undispatched call."""
     ops = {'undispatched': undispatched} | {f'{n} narrow verifiers': rejecting(n) for n in (0, 1, 3)}
     for op in ops.values():
-        trace_ms(op, 1)  # the plan is made outside the clock
+        trace_ms(op, 1)  # makes the plan before the measurement
     empty: list[float] = []
-    whole: dict[str, list[float]] = {name: [] for name in ops}
+    total: dict[str, list[float]] = {name: [] for name in ops}
     with quiet():
         for _ in range(repeats):
             empty.append(trace_ms(undispatched, 0))
             for name, op in ops.items():
-                whole[name].append(trace_ms(op, calls))
-    per_call = {name: (min(ms) - min(empty)) / calls for name, ms in whole.items()}
+                total[name].append(trace_ms(op, calls))
+    per_call = {name: (min(ms) - min(empty)) / calls for name, ms in total.items()}
     base = per_call['undispatched']
     return [
         {
@@ -89,7 +90,7 @@ def trace_times(repeats: int, calls: int = 32) -> list[dict[str, Any]]:
 
 
 def mix(q, k, v, g, beta, scale=None, initial_state=None, safe_gate=False, cu_seqlens=None):
-    """Stands in for a linear-attention operation: so cheap that the cost of reaching it would show."""
+    """A stand-in for a linear-attention operation, cheap enough for the cost of dispatch to show."""
     return torch.sigmoid(g) * (q * k) * beta.unsqueeze(-1) + v
 
 
@@ -116,7 +117,7 @@ class MixServed(BaseBackend):
 
 
 def dispatched_mix() -> Op:
-    """`mix` from the second backend of two; the default raises, so that nothing else can have served."""
+    """Returns `mix`, served by the second of two backends; the first rejects and the default raises."""
     operation = f'compile_bench_{next(fresh)}'
     registry = BackendRegistry(operation)
     registry.register(MixRefused())
@@ -154,38 +155,38 @@ def compiled_model(layers: nn.Module, **options: Any) -> Callable[[Tensor], Tens
     def forward(x: Tensor) -> Tensor:
         return layers(x)
 
-    # a code object of its own: Dynamo keeps its entries per code, and each model would walk the guards of the others
-    own = types.FunctionType(forward.__code__.replace(), forward.__globals__, 'forward', None, forward.__closure__)
-    return torch.compile(own, **options)
+    # a new code object: Dynamo caches by code, and each model would otherwise walk the guards of the others
+    copy = types.FunctionType(forward.__code__.replace(), forward.__globals__, 'forward', None, forward.__closure__)
+    return torch.compile(copy, **options)
 
 
-def hollow(graph: Any, examples: list[Tensor]) -> Callable[..., tuple[Tensor]]:
-    """A compiler whose programs do nothing: a call of one costs what Dynamo's guards and entry cost."""
+def no_op_compiler(graph: Any, examples: list[Tensor]) -> Callable[..., tuple[Tensor]]:
+    """A compiler whose programs do nothing: a call costs what Dynamo's guards and entry cost."""
     result = torch.zeros_like(examples[0])
     return lambda *_: (result,)
 
 
 @torch.no_grad()
 def steady_state(rounds: int, copies: int) -> list[dict[str, Any]]:
-    """The same model with and without dispatch; then their guards alone, where what dispatch adds shows best.
+    """Returns times of a model with and without dispatch, and of the guards alone.
 
-    The program is the same, to the letter, with and without: the difference is guards. Alone they are hot; between real
-    work their data falls out of the caches, and the whole model shows two to three times that.
+    The compiled program is identical with and without dispatch, so the difference is guards. Alone, their data stays in the
+    CPU's caches; between real work it does not, and the whole model shows two to three times the difference.
 
-    All models share their weights, for where weights happen to lie in memory makes 10 % between two copies of the same
-    program. What still differs between copies is shown beside; the best copy of each round counts.
+    All models share their weights, because the place of weights in memory makes 10 % between two copies of one program. The
+    best copy of each round counts; `copies_differ_by` is the remaining difference between copies.
     """
     torch._dynamo.reset()
-    torch.set_num_threads(1)  # one thread, so that its CPU clock sees all of the work
+    torch.set_num_threads(1)  # so that this thread's CPU clock sees all work
     x, weights = torch.randn(1, 32, 32), make_weights(width=32, depth=8)
     expected = model(mix, weights)(x)
-    whole, behind = {'fullgraph': True}, torch.compiler.disable
+    fullgraph, disable = {'fullgraph': True}, torch.compiler.disable
     programs: dict[str, tuple[Callable[[], Op], dict[str, Any]]] = {
-        'undispatched': (lambda: mix, whole),
-        'dispatched': (dispatched_mix, whole),
-        'control: behind compiler.disable': (lambda: behind(dispatched_mix()), {}),
-        'guards alone: undispatched': (lambda: mix, {**whole, 'backend': hollow}),
-        'guards alone: dispatched': (dispatched_mix, {**whole, 'backend': hollow}),
+        'undispatched': (lambda: mix, fullgraph),
+        'dispatched': (dispatched_mix, fullgraph),
+        'control: behind compiler.disable': (lambda: disable(dispatched_mix()), {}),
+        'guards alone: undispatched': (lambda: mix, {**fullgraph, 'backend': no_op_compiler}),
+        'guards alone: dispatched': (dispatched_mix, {**fullgraph, 'backend': no_op_compiler}),
     }
     bursts: dict[str, Burst] = {}
     for copy in range(copies):
@@ -198,10 +199,10 @@ def steady_state(rounds: int, copies: int) -> list[dict[str, Any]]:
     samples = timed(bursts, rounds=rounds, burst_ms=3.0)
     rows, best = [], {}
     for name in programs:
-        mine = [samples[f'{name} {copy}'] for copy in range(copies)]
-        best[name] = Samples(tuple(min(ns) for ns in zip(*(sample.ns for sample in mine), strict=True)))
+        own = [samples[f'{name} {copy}'] for copy in range(copies)]
+        best[name] = Samples(tuple(min(ns) for ns in zip(*(sample.ns for sample in own), strict=True)))
         base = best['guards alone: undispatched' if name.startswith('guards') else 'undispatched']
-        spread = max(sample.min for sample in mine) / min(sample.min for sample in mine)
+        spread = max(sample.min for sample in own) / min(sample.min for sample in own)
         rows.append(
             {
                 'name': name,

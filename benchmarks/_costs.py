@@ -1,25 +1,25 @@
-"""Beside the calls of `dispatch_overhead.py`: import and first plan in fresh processes, and what primitives cost."""
+"""One-off costs for `dispatch_overhead.py`: imports and first plans in fresh processes; and the cost of primitives."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from _cases import OUT, wide_function
+from _checkouts import door_of, environment_of
+from _results import ROOT
 from _timing import Burst
 from torch import Tensor
 
-HERE = Path(__file__).resolve().parent
-
-# As for a user, whose installer has compiled the sources: with bytecode, kept apart so that none is left in the tree.
+# An installer compiles the sources, so bytecode is used here too; in a separate folder, which leaves the tree clean.
 PREAMBLE = """
 import sys, time, torch
 sys.dont_write_bytecode, sys.pycache_prefix = False, {cache!r}
@@ -34,8 +34,10 @@ import {module}
 print((time.process_time() - start) * 1e3, len(set(sys.modules) - before), 'triton' in sys.modules)
 """
 
-# Each line: the first call of a function over its second, and how many modules the first call imported.
+# Prints a line per function: milliseconds of its first call beyond its second, and the modules that the first call imported.
 FIRST_CALLS = """
+import {door} as door
+sys.modules['fla.backends'] = door
 from _cases import CHUNK, accepts, dispatched, toggled
 functions = [dispatched(toggled(accepts, accepts, accepts)) for _ in range(4)]
 with torch.no_grad():
@@ -47,53 +49,53 @@ with torch.no_grad():
         print((first - second) * 1e3, len(set(sys.modules) - before))
 """
 
+FIRST_PLAN, LATER_PLAN = 'first plan of a process, three backends', 'first plan of a later function'
+# in milliseconds of CPU time
+CEILINGS = {
+    'import fla, after torch': 50.0,
+    'import fla.backends, after torch': 50.0,
+    FIRST_PLAN: 2.0,
+    LATER_PLAN: 2.0,
+}
 
-def in_fresh_processes(script: str, repeats: int) -> list[list[list[str]]]:
-    """The words of each line it prints, of each run but the first, which makes the bytecode."""
-    with tempfile.TemporaryDirectory() as cache:
-        runs = [in_fresh_process(PREAMBLE.format(cache=cache) + script) for _ in range(repeats + 1)]
-    return runs[1:]
 
-
-def in_fresh_process(script: str) -> list[list[str]]:
-    """The process finds the modules this one does, and none of its switches."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
-    env['PYTHONPATH'] = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-    done = subprocess.run([sys.executable, '-c', script], env=env, capture_output=True, text=True, check=False)
+def in_fresh_process(script: str, root: Path) -> list[list[str]]:
+    """Runs a script with the `fla` of `root` and without FLA_* variables; returns the words of each line it prints."""
+    done = subprocess.run(
+        [sys.executable, '-c', script], env=environment_of(root), capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(f'the measured process failed:\n{done.stderr}')
     return [line.split() for line in done.stdout.splitlines()]
 
 
-def one_off_costs(repeats: int, skipped: list[str]) -> list[dict[str, Any]]:
-    """Milliseconds of CPU: with the files in memory a user waits no longer. Importing must not touch an accelerator."""
-    rows = []
+def one_off_costs(repeats: int, roots: Sequence[Path] = (ROOT,)) -> list[list[dict[str, Any]]]:
+    """Returns rows of one-off costs for each checkout, in milliseconds of CPU time, as the files are in the page cache.
 
-    def row(name: str, ms: list[float], ceiling: float | None, **facts: Any) -> None:
-        least, median = round(min(ms), 3), round(statistics.median(ms), 3)
-        met = None if ceiling is None else least <= ceiling
-        rows.append({'name': name, 'ms_min': least, 'ms_median': median, 'ceiling_ms': ceiling, 'met': met, **facts})
-
-    for module, ceiling in (('fla', 50.0), ('fla.backends', 50.0), ('fla.ops.kda', None)):
-        if not is_there(module):
-            skipped.append(f'import {module}: not there yet')
-            continue
-        runs = [lines[0] for lines in in_fresh_processes(IMPORT.format(module=module), repeats)]
-        name = f'import {module}, after torch'
-        row(name, [float(ms) for ms, *_ in runs], ceiling, new_modules=int(runs[0][1]), triton=runs[0][2] == 'True')
-
-    runs = in_fresh_processes(FIRST_CALLS, repeats)
-    first, later = [run[0] for run in runs], [line for run in runs for line in run[1:]]
-    for name, lines in (('first plan of a process, three backends', first), ('first plan of a later function', later)):
-        row(name, [float(ms) for ms, _ in lines], 2.0, new_modules=max(int(n) for _, n in lines))
-    return rows
+    The checkouts take turns. Their first run makes the bytecode and does not count. Importing must not touch an accelerator.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        runs = [[dict(_one_run(root, cache)) for root in roots] for _ in range(repeats + 1)][1:]
+    return [list(_rows([run[place] for run in runs])) for place in range(len(roots))]
 
 
-def is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
-        return False
+def _one_run(root: Path, cache: str) -> Iterator[tuple[str, list[list[str]]]]:
+    preamble, door = PREAMBLE.format(cache=cache), door_of(root)
+    for name, module in (('fla', 'fla'), ('fla.backends', door), ('fla.ops.kda', 'fla.ops.kda')):
+        yield f'import {name}, after torch', in_fresh_process(preamble + IMPORT.format(module=module), root)
+    first, *later = in_fresh_process(preamble + FIRST_CALLS.format(door=door), root)
+    yield FIRST_PLAN, [first]
+    yield LATER_PLAN, later
+
+
+def _rows(runs: list[dict[str, list[list[str]]]]) -> Iterator[dict[str, Any]]:
+    for name in runs[0]:
+        lines = [line for run in runs for line in run[name]]
+        ms, ceiling = [float(line[0]) for line in lines], CEILINGS.get(name)
+        minimum, median = round(min(ms), 3), round(statistics.median(ms), 3)
+        row = {'name': name, 'ms_min': minimum, 'ms_median': median, 'ceiling_ms': ceiling}
+        row |= {'met': None if ceiling is None else minimum <= ceiling, 'new_modules': max(int(line[1]) for line in lines)}
+        yield row | ({'triton': lines[0][2] == 'True'} if len(lines[0]) > 2 else {})
 
 
 STATEMENTS = [
@@ -130,7 +132,7 @@ STATEMENTS = [
 
 
 def primitive_bursts() -> dict[str, Burst]:
-    """Each primitive alone in a loop; `pass` is the loop itself, to be subtracted from the others."""
+    """Returns a burst of each primitive in a loop; `pass` is the empty loop, which is subtracted from the others."""
 
     class Backend:
         def verify(self, q, v, a, b, c):

@@ -1,4 +1,4 @@
-"""Inputs of the delta rules, and their definition in float64: for whichever package named `fla` is on the path."""
+"""Inputs of the delta rules and their step-by-step definition. Imports no `fla`, so it also serves the process for FLA."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 NAMES = ('q', 'k', 'v', 'g', 'beta')
 DEVICE = 'cuda'
-# of the log decay of a step
+# lower bound of the log decay of a step
 LOWER_BOUND = -5.0
 
 
@@ -25,7 +25,11 @@ def inputs(
     strength: float = 1.0,
     device: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """q and v normal, k normal and of length 1, g = strength * logsigmoid(normal), beta uniform; gates in float32."""
+    """Returns q, k, v [batch, length, heads, dim] in `dtype`, and g and beta [batch, length, heads] in float32.
+
+    q and v are normal, k is normal and scaled to length 1, g is strength * logsigmoid(normal), beta is uniform in [0, 1).
+    For 'kda', g has a last dimension of `dim`.
+    """
     device = device or DEVICE
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -39,8 +43,11 @@ def inputs(
 
 
 def with_bounded_gates(args: tuple[torch.Tensor, ...], seed: int = 0) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """KDA's inputs as Kimi's models give them, with raw gates, down to LOWER_BOUND, and lengths of keys between 0.5 and 2;
-    and the rest of the call, whose tensors get no gradient here. Half of the decays of a step are beyond e^-2.5."""
+    """Returns KDA's inputs with raw gates, as Kimi's models have them, and the call's other arguments.
+
+    Finished gates reach down to LOWER_BOUND, and half of the decays of a step are below e^-2.5. Keys have lengths between
+    0.5 and 2. The other arguments' tensors get no gradient.
+    """
     q, k, v, g, beta = args
     heads, dim = g.shape[2:]
     generator = torch.Generator(g.device).manual_seed(1000 + seed)
@@ -54,8 +61,8 @@ def with_bounded_gates(args: tuple[torch.Tensor, ...], seed: int = 0) -> tuple[t
     return (q, k, v, normal(*g.shape).to(q.dtype), beta), flags | parameters
 
 
-def finished(args: tuple[torch.Tensor, ...], more: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """What `definition` takes, of what `with_bounded_gates` gave."""
+def with_finished_gates(args: tuple[torch.Tensor, ...], more: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Converts results of `with_bounded_gates` to arguments of `definition`."""
     q, k, v, g, beta = args
     rate = more['A_log'].to(g.dtype).exp()[:, None]
     g = LOWER_BOUND * torch.sigmoid(rate * (g + more['dt_bias'].to(g.dtype).view(g.shape[2:])))
@@ -63,19 +70,19 @@ def finished(args: tuple[torch.Tensor, ...], more: dict[str, Any]) -> tuple[torc
     return q, k, v, g, beta
 
 
-def side_by_side(op: str, shape: tuple[int, ...]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Sequences of one length packed into one row, and their `cu_seqlens`."""
+def packed_inputs(op: str, shape: tuple[int, ...]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Returns inputs of equally long sequences packed into one row, and their `cu_seqlens`."""
     count, length, heads, dim = shape
-    return inputs(op, 1, count * length, heads, dim), bounds_of(*[length] * count)
+    return inputs(op, 1, count * length, heads, dim), cu_seqlens_of(*[length] * count)
 
 
-def bounds_of(*lengths: int) -> torch.Tensor:
-    """`cu_seqlens` of sequences of these lengths."""
+def cu_seqlens_of(*lengths: int) -> torch.Tensor:
+    """Returns the `cu_seqlens` of sequences of these lengths, int32."""
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
-def upstream(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """A normal gradient of a result, rounded as that is."""
+def output_gradient(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Returns a normal gradient with the shape and dtype of a result."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(like.shape, device=DEVICE, generator=generator).to(like.dtype)
 
@@ -88,7 +95,7 @@ def definition(
     beta: torch.Tensor,
     initial_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """S <- diag(e^g) S, S <- S + beta k (v - k^T S)^T, o = scale q^T S, one step after the other; o and the last S."""
+    """Returns o and the final state S of S <- diag(e^g) S, S <- S + beta k (v - k^T S)^T, o = scale q^T S, step by step."""
     (batch, length, heads, dim), value_dim = q.shape, v.shape[-1]
     decay = (g if g.dim() == 4 else g[..., None]).exp()
     state = q.new_zeros(batch, heads, dim, value_dim) if initial_state is None else initial_state
@@ -99,8 +106,3 @@ def definition(
         state = state + torch.einsum('bhk,bhv->bhkv', k[:, t], update)
         outputs.append(torch.einsum('bhk,bhkv->bhv', q[:, t], state) * dim**-0.5)
     return torch.stack(outputs, 1), state
-
-
-def relative(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative RMS error."""
-    return float((result.detach().double() - exact.detach().double()).norm() / exact.detach().double().norm())

@@ -1,4 +1,4 @@
-"""Times on a GPU."""
+"""Times and peak memory of calls on a GPU."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ import time
 from collections.abc import Callable
 
 import torch
+from _results import error_line
 
-# of a Hopper's clock
-_CYCLES_A_MS = 1_750_000
+# clock of a Hopper GPU
+_CYCLES_PER_MS = 1_750_000
 
 
 def gpu_ms(function: Callable[[], object], repeats: int = 30, head_start_ms: float = 4.0) -> float:
-    """Median of the time that the GPU takes, from a cold cache, with everything launched before it starts: what launching
-    costs is `wall_ms`. The head start is to be longer than launching takes."""
+    """Median GPU time of a call, from a cold cache, with all its kernels launched before the first one starts.
+
+    The head start must be longer than launching takes. `wall_ms` includes the cost of launching.
+    """
     for _ in range(3):
         function()
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
     flush = torch.empty(64 << 20, dtype=torch.int32, device='cuda')
     for start, end in zip(starts, ends, strict=True):
         flush.zero_()
-        torch.cuda._sleep(int(head_start_ms * _CYCLES_A_MS))
+        torch.cuda._sleep(int(head_start_ms * _CYCLES_PER_MS))
         start.record()
         function()
         end.record()
-        # the next one must not be launched while this one runs: memory that is freed here could not be used again
+        # a call launched while this one runs could not reuse the memory that this one frees
         torch.cuda.synchronize()
     return sorted(s.elapsed_time(e) for s, e in zip(starts, ends, strict=True))[repeats // 2]
 
 
 def wall_ms(function: Callable[[], object], calls: int, rounds: int = 20) -> float:
-    """Least mean time of a call among `calls` in a row, to the end of the last one on the GPU."""
+    """Mean wall time of `calls` consecutive calls, until the GPU is done; the minimum over rounds."""
     best = float('inf')
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -43,9 +46,31 @@ def wall_ms(function: Callable[[], object], calls: int, rounds: int = 20) -> flo
 
 
 def peak_mib(function: Callable[[], object]) -> float:
-    """Memory in use at most while `function` runs, beyond what is in use before."""
+    """Peak GPU memory in MiB while `function` runs, beyond what was allocated before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     function()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def time_call(name: str, call: Callable[[], object], calls: int = 20) -> dict[str, float | str]:
+    """Measures a call: `{name}_first_s`, `{name}_ms`, `{name}_wall_ms` and `{name}_peak_mib`, or `{name}_refused`.
+
+    Args:
+        name: prefix of the keys.
+        call: the measured call; an error of its first call becomes `{name}_refused`.
+        calls: consecutive calls in a round of `wall_ms`.
+    """
+    try:
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return {f'{name}_refused': error_line(error)}
+    return {
+        f'{name}_first_s': time.perf_counter() - began,
+        f'{name}_ms': gpu_ms(call),
+        f'{name}_wall_ms': wall_ms(call, calls=calls, rounds=5),
+        f'{name}_peak_mib': peak_mib(call),
+    }

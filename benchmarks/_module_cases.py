@@ -1,10 +1,9 @@
-"""What `modules.py` measures: inputs, plain PyTorch, and how much memory a call must at least move. For whichever package
-named `fla` is on the path."""
+"""Cases of `modules.py`: inputs, plain PyTorch, and the least memory traffic of a call. Functions come from the `fla` that
+is on the path."""
 
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,23 +19,23 @@ GROUPS = 8
 
 @dataclass(frozen=True)
 class Module:
-    """One function of `fla.modules`.
+    """A function of `fla.modules`.
 
     Attributes:
-        path: where it is imported from.
-        axes: of the sizes.
-        sizes: name of a size → the size; 'dry' is for a CPU.
-        make: inputs of a size. The first is as large as the numbers that `moves` counts.
-        plain: the same in PyTorch; in float64 what errors are measured against.
-        moves: how many numbers for each of the first input a forward, and a backward, reads and writes at least; None where
-            products of matrices take the time.
-        few: a size with as wide rows and fewer of them, for errors.
-        liger: Liger-Kernel's own function, where its rounding is another than ours and our backend refuses.
-        positional: arguments behind the tensors; some of FLA's functions take no keywords.
-        constants: arguments behind those, by keyword.
-        named: the tensors are passed by keyword, too.
-        backward: whether there is one.
-        results: names of the first things that it returns; each has a gradient.
+        path: import path.
+        axes: names of the axes of a size.
+        sizes: name of a size → the size; 'quick' is for a CPU.
+        make: makes the inputs of a size.
+        plain: the same function in PyTorch; errors are measured against it in float64.
+        moves: elements that a forward, and a backward, must at least read and write, per element of the first input; None
+            where matrix products take the time.
+        few: reduces a size to at most 512 rows of the same width, for errors.
+        liger: Liger-Kernel's function, where it rounds differently and our backend therefore refuses.
+        positional: arguments after the tensors; some of FLA's functions take no keywords.
+        constants: keyword arguments.
+        named: pass the tensors by keyword.
+        backward: whether the function has a backward.
+        results: names of the first results; each has a gradient.
     """
 
     path: str
@@ -54,7 +53,7 @@ class Module:
     results: tuple[str, ...] = ('out',)
 
     def function(self) -> Callable[..., Any]:
-        """The dispatched function, or FLA's, of the tensors alone."""
+        """Returns the dispatched function, or FLA's, as a function of the tensors alone, by keyword."""
         module, _, name = self.path.rpartition('.')
         function = getattr(importlib.import_module(module), name)
         if self.named:
@@ -62,7 +61,7 @@ class Module:
         return lambda **tensors: function(*tensors.values(), *self.positional, **self.constants)
 
     def bytes_of(self, tensors: Tensors) -> tuple[float, float] | None:
-        """What a forward, and a forward with backward, move at least."""
+        """Returns the bytes that a forward, and a forward with backward, must at least move; None if unknown."""
         if self.moves is None:
             return None
         first = next(iter(tensors.values()))
@@ -70,7 +69,7 @@ class Module:
         return size * self.moves[0], size * sum(self.moves)
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -96,7 +95,7 @@ def _rms_norm_gated(x: torch.Tensor, g: torch.Tensor, weight: torch.Tensor) -> t
 
 
 def _l2norm(x: torch.Tensor) -> torch.Tensor:
-    w = wide(x)
+    w = _at_least_float32(x)
     return (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
@@ -114,8 +113,8 @@ def _swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> to
 
 
 def _rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    a, b = wide(x).chunk(2, -1)
-    c, s = (wide(table)[:, None] for table in (cos, sin))
+    a, b = _at_least_float32(x).chunk(2, -1)
+    c, s = (_at_least_float32(table)[:, None] for table in (cos, sin))
     return torch.cat([a * c - b * s, a * s + b * c], -1).to(x.dtype)
 
 
@@ -126,15 +125,15 @@ def _causal_conv1d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _causal_conv1d_update(x: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     cache.copy_(torch.cat([cache[:, :, 1:], x[:, :, None]], -1))
-    return F.silu((wide(cache) * wide(weight)).sum(-1)).to(x.dtype)
+    return F.silu((_at_least_float32(cache) * _at_least_float32(weight)).sum(-1)).to(x.dtype)
 
 
 def _cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(wide(logits), target, reduction='none')
+    return F.cross_entropy(_at_least_float32(logits), target, reduction='none')
 
 
 def _linear_cross_entropy(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(wide(F.linear(x, weight)), target)
+    return F.cross_entropy(_at_least_float32(F.linear(x, weight)), target)
 
 
 def _liger_swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -144,14 +143,14 @@ def _liger_swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _liger_cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """In the dtype of the logits, over which it writes their gradients."""
+    """Computes in the dtype of the logits, and overwrites these with their gradients."""
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     return LigerCrossEntropyFunction.apply(logits, target, None, -100, 0.0, 0.0, 'none')[0]
 
 
 def _liger_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """In place, and one head more as keys."""
+    """Works in place, and rotates one additional head, as keys."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
     cos, sin = (torch.cat([table, table], -1)[None] for table in (cos, sin))
@@ -175,9 +174,9 @@ def _one_batch(shape: Shape) -> Shape:
     return (1, min(shape[1], 512), *shape[2:])
 
 
-_ROWS = {'small': (2048, 2048), 'large': (16384, 8192), 'dry': (4, 32)}
-_HEADS = {'small': (16384, 128), 'large': (1048576, 128), 'dry': (4, 16)}
-_GATED = {'small': (2048, 5632), 'large': (16384, 14336), 'dry': (4, 24)}
+_ROWS = {'small': (2048, 2048), 'large': (16384, 8192), 'quick': (4, 32)}
+_HEADS = {'small': (16384, 128), 'large': (1048576, 128), 'quick': (4, 16)}
+_GATED = {'small': (2048, 5632), 'large': (16384, 14336), 'quick': (4, 24)}
 
 MODULES = {
     'rms_norm': Module(
@@ -196,7 +195,7 @@ MODULES = {
         _ROWS,
         lambda shape, normal: {'x': normal(*shape), 'weight': normal(shape[1]), 'residual': normal(*shape)},
         _rms_norm_of_sum,
-        # the sum is returned, and read back by the backward beside both gradients, whose result is one for both
+        # the backward reads the returned sum and two gradients, and writes one gradient for both inputs
         (4, 4),
         constants={'bias': None, 'eps': EPS, 'prenorm': True},
         named=True,
@@ -249,13 +248,13 @@ MODULES = {
         _GATED,
         lambda shape, normal: {'x': normal(shape[0], 2 * shape[1])},
         _silu_and_mul,
-        # x has both halves
+        # x holds both halves
         (1.5, 2.5),
     ),
     'swiglu_linear': Module(
         'fla.modules.activations.swiglu_linear',
         'rows, D, out',
-        {'small': (2048, 5632, 2048), 'large': (16384, 14336, 4096), 'dry': (4, 24, 8)},
+        {'small': (2048, 5632, 2048), 'large': (16384, 14336, 4096), 'quick': (4, 24, 8)},
         lambda shape, normal: {
             **{name: normal(*shape[:2]) for name in ('x', 'y')},
             'weight': normal(shape[2], shape[1], scale=shape[1] ** -0.5),
@@ -267,7 +266,7 @@ MODULES = {
     'rotary_embedding': Module(
         'fla.modules.rotary.rotary_embedding',
         'B, T, H, D',
-        {'small': (1, 2048, 16, 128), 'large': (4, 8192, 32, 128), 'dry': (2, 5, 2, 8)},
+        {'small': (1, 2048, 16, 128), 'large': (4, 8192, 32, 128), 'quick': (2, 5, 2, 8)},
         _tables,
         _rotary,
         (2, 2),
@@ -277,7 +276,7 @@ MODULES = {
     'causal_conv1d': Module(
         'fla.modules.convolution.causal_conv1d',
         'B, T, D',
-        {'small': (1, 2048, 2048), 'large': (4, 8192, 4096), 'dry': (2, 7, 16)},
+        {'small': (1, 2048, 2048), 'large': (4, 8192, 4096), 'quick': (2, 7, 16)},
         lambda shape, normal: {'x': normal(*shape), 'weight': normal(shape[2], 4)},
         _causal_conv1d,
         (2, 3),
@@ -287,10 +286,10 @@ MODULES = {
     'causal_conv1d_update': Module(
         'fla.modules.convolution.causal_conv1d_update',
         'N, D',
-        {'small': (8, 8192), 'large': (1024, 8192), 'dry': (3, 16)},
+        {'small': (8, 8192), 'large': (1024, 8192), 'quick': (3, 16)},
         lambda shape, normal: {'x': normal(*shape), 'cache': normal(*shape, 4), 'weight': normal(shape[1], 4)},
         _causal_conv1d_update,
-        # the cache is read and written
+        # reads and writes the cache
         (10, 0),
         constants={'activation': 'silu'},
         named=True,
@@ -299,7 +298,7 @@ MODULES = {
     'cross_entropy': Module(
         'fla.modules.fused_cross_entropy.cross_entropy_loss',
         'rows, V',
-        {'small': (1024, 32000), 'large': (8192, 131072), 'dry': (6, 40)},
+        {'small': (1024, 32000), 'large': (8192, 131072), 'quick': (6, 40)},
         lambda shape, normal: {'logits': (x := normal(*shape)), 'target': _targets(*shape, x)},
         _cross_entropy,
         (1, 2),
@@ -308,7 +307,7 @@ MODULES = {
     'fused_linear_cross_entropy': Module(
         'fla.modules.fused_linear_cross_entropy.fused_linear_cross_entropy_loss',
         'rows, D, V',
-        {'small': (1024, 1024, 32000), 'large': (8192, 4096, 131072), 'dry': (6, 16, 40)},
+        {'small': (1024, 1024, 32000), 'large': (8192, 4096, 131072), 'quick': (6, 16, 40)},
         lambda shape, normal: {
             'x': (x := normal(*shape[:2])),
             'target': _targets(shape[0], shape[2], x),
@@ -319,12 +318,12 @@ MODULES = {
     ),
 }
 
-# what a backward computes gradients of; tables and targets have none
-_FIXED = ('cos', 'sin', 'target')
+# inputs without a gradient
+_NO_GRADIENT = ('cos', 'sin', 'target')
 
 
 def inputs(module: Module, shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensors:
-    """Normal numbers, the same on each call."""
+    """Returns normal inputs, the same on each call."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -334,22 +333,15 @@ def inputs(module: Module, shape: Shape, device: str, dtype: torch.dtype = torch
 
 
 def with_gradients(tensors: Tensors, dtype: torch.dtype | None = None) -> tuple[Tensors, list[torch.Tensor]]:
-    """Copies, in another dtype where one is given, and those of them that a backward differentiates."""
+    """Returns copies of the inputs, in `dtype` if given, and the list of those that require a gradient."""
     made = {}
     for name, one in tensors.items():
         made[name] = one.to(dtype) if dtype is not None and one.is_floating_point() else one
-        if name not in _FIXED:
+        if name not in _NO_GRADIENT:
             made[name] = made[name].detach().clone().requires_grad_()
-    return made, [one for name, one in made.items() if name not in _FIXED]
+    return made, [one for name, one in made.items() if name not in _NO_GRADIENT]
 
 
 def results_of(module: Module, returned: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors that matter of what its function returns."""
+    """Returns the measured results of the function's return value."""
     return returned[: len(module.results)] if isinstance(returned, tuple) else (returned,)
-
-
-def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative RMS error."""
-    found, exact = found.detach().double(), exact.detach().double()
-    size = float(exact.norm())
-    return float((found - exact).norm()) / size if size else math.inf

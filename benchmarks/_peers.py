@@ -1,4 +1,4 @@
-"""The peers in `dispatch_overhead.py`: other ways to put something between a caller and a function."""
+"""Peers for `dispatch_overhead.py`: other libraries and idioms that put a layer between a caller and a function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Function = Callable[..., Any]
 
 
 def exact(default: Function) -> Function:
-    """A pass-through with the target's own signature: the floor of any wrapper written in Python."""
+    """Returns a pass-through with the signature of `default`: the minimum for any wrapper in Python."""
     names = ', '.join(inspect.signature(default).parameters)
     namespace: dict[str, Any] = {'target': default}
     exec(f'def wrapper({names}): return target({names})', namespace)
@@ -39,7 +39,7 @@ def by_singledispatch(default: Function, backend: Function) -> Function:
 
 
 def by_plum(backend: Function) -> Function:
-    """plum dispatches on positional arguments: the tensors take part, the options travel on as keywords."""
+    """Returns a plum function that dispatches on the tensors; plum passes keywords on and does not dispatch on them."""
     import plum
 
     def wide(q, k, v, g, beta, **options):
@@ -49,7 +49,7 @@ def by_plum(backend: Function) -> Function:
         return backend(x, eps, output_dtype)
 
     method = small if len(inspect.signature(backend).parameters) == 3 else wide
-    # no return annotation: with one plum converts the result, for 4 us a call
+    # no return annotation: with one, plum converts the result, which takes 4 us a call
     tensors = [name for name in inspect.signature(method).parameters if name in ('q', 'k', 'v', 'g', 'beta', 'x')]
     method.__annotations__ = dict.fromkeys(tensors, Tensor)
     return plum.Dispatcher()(method)
@@ -83,7 +83,7 @@ def by_custom_op(backend: Function, name: str) -> Function:
 
 
 def peer_cases(skipped: list[str]) -> list[Case]:
-    """The peers on both operations; who is not installed goes on the list of what was skipped."""
+    """Returns the peers on both operations; appends to `skipped` those that are not installed."""
     cases = []
     for name, call, function in (('wide', CHUNK, wide_function), ('small', SMALL, small_function)):
         prefix, base = ('', 'direct') if name == 'wide' else ('small op: ', 'direct small')

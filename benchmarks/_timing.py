@@ -1,21 +1,19 @@
-"""Timing that survives a shared machine: every case in one process, interleaved, compared by ratio.
+"""CPU timing on a shared machine: all cases in one process, interleaved, compared by ratio.
 
-A machine that others use changes speed while a benchmark runs, by 1.5x on the one this was written on, so a figure in
-nanoseconds means little and two figures taken one after the other cannot be compared at all. Hence:
+A shared machine changes speed during a benchmark (by 1.5x on the one used here). A figure in nanoseconds therefore means
+little, and figures measured one after the other cannot be compared. Hence:
 
-1. the cases run in bursts, one burst of each per round, in an order shuffled anew each round;
-2. the clock counts this thread's CPU time, so the time that other processes held the core is left out;
-3. the garbage collector is off and the process stays on one core;
-4. a cost is a difference from the direct call of the same round, and a claim is the ratio of that to a yardstick
-   timed beside it.
+1. The cases run in bursts, one burst of each per round, in an order that is shuffled for each round.
+2. The clock counts this thread's CPU time, which leaves out the time that other processes held the core.
+3. The garbage collector is off, and the process stays on one core.
+4. A cost is a difference from the direct call in the same round. A claim is the ratio of a cost to a yardstick timed in the
+   same rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import json
 import os
 import platform
 import random
@@ -28,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _machine import cores, repeatable
+from _results import cores, without_json
 
 Burst = Callable[[int], None]
 """Runs its case n times."""
@@ -36,7 +34,7 @@ Burst = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Samples:
-    """Nanoseconds per call of one case, one entry per round."""
+    """Nanoseconds per call of one case, one number per round."""
 
     ns: tuple[float, ...]
 
@@ -53,14 +51,14 @@ class Samples:
         return statistics.median(self.ns)
 
     def over(self, base: Samples) -> Cost:
-        """What this case costs beyond `base`, which was timed in the same rounds."""
+        """Cost of this case over `base`, which was timed in the same rounds."""
         paired = [mine - theirs for mine, theirs in zip(self.ns, base.ns, strict=True)]
         return Cost(self.min - base.min, self.p20 - base.p20, statistics.median(paired))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Nanoseconds more: of the quickest rounds, of the 20th percentiles, and the median of the paired differences."""
+    """Nanoseconds over a base: difference of the minima, of the 20th percentiles, and median of the paired differences."""
 
     min: float
     p20: float
@@ -75,27 +73,27 @@ class Cost:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No garbage collection, and one core where the platform can say so."""
-    collecting = gc.isenabled()
-    cores = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else None
+    """Context without garbage collection, on one core where the platform supports that."""
+    gc_enabled = gc.isenabled()
+    allowed = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else None
     gc.collect()
     gc.disable()
-    if cores:
-        os.sched_setaffinity(0, {max(cores)})
+    if allowed:
+        os.sched_setaffinity(0, {max(allowed)})
     try:
         yield
     finally:
-        if cores:
-            os.sched_setaffinity(0, cores)
-        if collecting:
+        if allowed:
+            os.sched_setaffinity(0, allowed)
+        if gc_enabled:
             gc.enable()
 
 
 def interleave(bursts: Mapping[str, Burst], *, rounds: int, burst_ms: float, clock: Callable[[], int]) -> dict[str, Samples]:
-    """Time every burst once per round, in shuffled order; each burst is sized to last about `burst_ms`."""
+    """Times each burst once per round, in shuffled order. A burst has as many calls as take about `burst_ms`."""
     calls = {}
     for name, burst in bursts.items():
-        burst(20)  # warm: lazy imports, plans and inline caches are not what is measured
+        burst(20)  # warm up: lazy imports, plans and inline caches are not measured
         start = clock()
         burst(50)
         calls[name] = max(3, int(burst_ms * 1e6 * 50 / max(1, clock() - start)))
@@ -113,12 +111,12 @@ def interleave(bursts: Mapping[str, Burst], *, rounds: int, burst_ms: float, clo
 
 
 def timed(bursts: Mapping[str, Burst], *, rounds: int, burst_ms: float = 1.0) -> dict[str, Samples]:
-    """`interleave` on this thread's CPU clock: for work that stays on the calling thread."""
+    """`interleave` with this thread's CPU clock, for work that stays on the calling thread."""
     return interleave(bursts, rounds=rounds, burst_ms=burst_ms, clock=time.thread_time_ns)
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to judge a figure; nothing that names the machine or a path on it."""
+    """Returns what a reader needs to judge a figure; no name of the machine and no path on it."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path('/proc/cpuinfo').read_text().splitlines():
@@ -136,20 +134,13 @@ def machine() -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command as a reader can repeat it."""
+    """Returns the command line as a reader can repeat it."""
     script, *arguments = sys.argv
-    return ' '.join(['python', f'benchmarks/{Path(script).name}', *repeatable(arguments)])
-
-
-def parser(description: str) -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=description)
-    options.add_argument('--json', type=Path, metavar='PATH', help='also write the result here')
-    options.add_argument('--quick', action='store_true', help='fewer rounds: a check that it runs, not a figure to quote')
-    return options
+    return ' '.join(['python', f'benchmarks/{Path(script).name}', *without_json(arguments)])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], title: str = '') -> str:
-    """Plain text: the first column to the left, the others to the right."""
+    """Formats a table as plain text: the first column left-aligned, the others right-aligned."""
     cells = [['' if cell is None else str(cell) for cell in row] for row in (header, *rows)]
     width = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = [
@@ -158,9 +149,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], title: str = 
     ]
     lines.insert(1, '  '.join('-' * w for w in width))
     return '\n'.join(([f'\n{title}'] if title else []) + lines)
-
-
-def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + '\n')

@@ -1,33 +1,37 @@
-"""Times of `parallel_attn` on a GPU: forward, forward with backward, and peak memory, of each backend that can run here, in
-one process on one card; beside each the error against the formula in float64, and the time over PyTorch's own attention.
+"""Measures `parallel_attn` on a GPU: times of forward and of forward with backward, and peak memory, of each backend that
+can run, in one process on one card.
 
     python benchmarks/attention.py --json benchmarks/results/attention.json
 
-Inputs are normal, decays logsigmoid of normal numbers. The yardstick is `scaled_dot_product_attention` as a user would call
-it: causal where that says it all, else with a mask. A vendor's package is measured where it is installed, switched on or
-not; what `sdpa` and `flashinfer` call is measured beside them without this package (`... directly`).
+Inputs are normal, decays are the logsigmoid of normal numbers. The yardstick, `torch`, is `scaled_dot_product_attention` as
+a user would call it: causal where that is enough, otherwise with a mask. A vendor's package is measured if it is installed,
+whether its toggle is on or not. The functions behind `sdpa` and `flashinfer` are also called directly, without this
+package.
+
+The JSON holds a row for each case and backend. `chosen` marks the backend that dispatch selects. Times are in ms, memory in
+MiB; `*_over_torch` is the time over the yardstick's, `new_keys_wall_ms` the time of a decode step with a new number of
+keys, and `errors` are relative RMS errors against the formula in float64, on 320 steps. `*_refused` is the error of a
+backend that cannot run the case. --quick: a decode step and a small case in float32.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _gpu import gpu_ms, peak_mib, wall_ms
-from _results import ResultFile, command, machine, said
+from _gpu import time_call
+from _results import ResultFile, command, error_line, has_gpu, machine, parser, relative_rms
 
 BACKENDS = ('sdpa', 'default', 'flash_attn_3', 'flash_attn', 'flashinfer', 'xformers', 'tilelang', 'torch_varlen')
 YARDSTICK = 'torch'
 DIRECTLY = {'sdpa': 'FlashAttention directly', 'flashinfer': 'FlashInfer directly'}
 
-# name: B, T, S, HQ, H, K, V and what is asked for
+# name: B, T, S, HQ, H, K, V, and the other arguments
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     'causal': ((4, 2048, 2048, 16, 16, 128, 128), {}),
     'causal, long': ((1, 8192, 8192, 16, 16, 128, 128), {}),
@@ -45,8 +49,8 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 def inputs(shape: tuple[int, ...], asked: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors that have gradients, and the other arguments."""
-    batch, length, kept, heads, groups, dim, value_dim = shape
+    """Returns the tensors with gradients and the other arguments of a case."""
+    batch, length, keys, heads, groups, dim, value_dim = shape
     generator = torch.Generator('cuda').manual_seed(0)
     dtype = asked.get('dtype', torch.bfloat16)
 
@@ -55,8 +59,8 @@ def inputs(shape: tuple[int, ...], asked: dict[str, Any]) -> tuple[dict[str, tor
 
     tensors = {
         'q': normal(batch, length, heads, dim).to(dtype),
-        'k': normal(batch, kept, groups, dim).to(dtype),
-        'v': normal(batch, kept, groups, value_dim).to(dtype),
+        'k': normal(batch, keys, groups, dim).to(dtype),
+        'v': normal(batch, keys, groups, value_dim).to(dtype),
     }
     if asked.get('g'):
         tensors['g'] = F.logsigmoid(normal(batch, length, heads))
@@ -66,20 +70,20 @@ def inputs(shape: tuple[int, ...], asked: dict[str, Any]) -> tuple[dict[str, tor
     if 'window_size' in asked:
         options['window_size'] = asked['window_size']
     if 'cu_seqlens' in asked:
-        # of unequal lengths
+        # sequences of unequal lengths
         cuts = torch.rand(asked['cu_seqlens'] - 1, device='cuda', generator=generator).mul(length).int().sort().values
         options['cu_seqlens'] = F.pad(F.pad(cuts, (1, 0)), (0, 1), value=length)
     return tensors, options
 
 
 def yardstick(tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> Callable[..., torch.Tensor]:
-    """PyTorch's attention of these, its mask made beforehand. No decays, no sinks."""
+    """Returns PyTorch's attention for these arguments, with its mask prepared. Supports neither decays nor sinks."""
     from fla.ops.attn.naive import visible
 
-    length, kept = tensors['q'].shape[1], tensors['k'].shape[1]
-    masked = bool(options) or length not in (1, kept)
+    length, keys = tensors['q'].shape[1], tensors['k'].shape[1]
+    masked = bool(options) or length not in (1, keys)
     mask = visible(tensors['q'], tensors['k'], **options) if masked else None
-    causal = not masked and length == kept
+    causal = not masked and length == keys
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -90,10 +94,10 @@ def yardstick(tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> Call
 
 
 def directly(name: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> Callable[..., torch.Tensor]:
-    """What a backend calls, as a user would.
+    """Returns the library function behind a backend.
 
     Raises:
-        ValueError: for a case that it does not call this for.
+        ValueError: for a case in which the backend does not call it.
     """
     length, plain = tensors['q'].shape[1], {'g', 'sink_bias'}.isdisjoint(tensors) and 'cu_seqlens' not in options
     if name == DIRECTLY['sdpa']:
@@ -110,13 +114,13 @@ def directly(name: str, tensors: dict[str, torch.Tensor], options: dict[str, Any
 
 
 def errors(shape: tuple[int, ...], asked: dict[str, Any], call: Callable[..., Any] | None, grad: bool) -> dict[str, float]:
-    """Relative RMS of o and the gradients on 320 steps of the first heads of each group, one row of the batch."""
+    """Returns relative RMS errors of o and, with `grad`, the gradients, on 320 steps of two groups of heads, batch 1."""
     from fla.ops.attn.naive import naive_parallel_attn
 
-    _, length, kept, heads, groups, dim, value_dim = shape
+    _, length, keys, heads, groups, dim, value_dim = shape
     share = heads // groups
     steps = min(length, 320)
-    small = (1, steps, steps if kept == length else min(kept, 640), 2 * share, 2, dim, value_dim)
+    small = (1, steps, steps if keys == length else min(keys, 640), 2 * share, 2, dim, value_dim)
     tensors, options = inputs(small, {**asked, **({'window_size': 100} if 'window_size' in asked else {})})
     run = yardstick(tensors, options) if call is None else lambda **leaves: call(**leaves, **options)
     found = []
@@ -128,13 +132,11 @@ def errors(shape: tuple[int, ...], asked: dict[str, Any], call: Callable[..., An
             o.backward(weights.to(o.dtype))
         found.append({'o': o.detach(), **{f'd{n}': x.grad for n, x in leaves.items() if grad}})
     ours, exact = found
-    return {
-        name: float((ours[name].double() - x).square().mean().sqrt() / x.square().mean().sqrt()) for name, x in exact.items()
-    }
+    return {name: relative_rms(ours[name], x) for name, x in exact.items()}
 
 
 def measured(shape: tuple[int, ...], asked: dict[str, Any], backend: str) -> dict[str, Any]:
-    """One case on one backend, or why not."""
+    """Returns the measurements of one case on one backend, or why it cannot run."""
     from fla.ops.attn import parallel_attn
 
     tensors, options = inputs(shape, asked)
@@ -145,8 +147,8 @@ def measured(shape: tuple[int, ...], asked: dict[str, Any], backend: str) -> dic
     elif backend in DIRECTLY.values():
         try:
             call, bound = directly(backend, tensors, options), None
-        except (ValueError, ImportError) as refused:
-            return {'refused': said(refused)}
+        except (ValueError, ImportError) as error:
+            return {'refused': error_line(error)}
     else:
         bound = parallel_attn.bind(backend=backend)
         call = lambda *args, **named: bound(*args, **named, **options)  # noqa: E731
@@ -161,18 +163,8 @@ def measured(shape: tuple[int, ...], asked: dict[str, Any], backend: str) -> dic
         torch.autograd.grad(call(**leaves), list(leaves.values()), do)
 
     row: dict[str, Any] = {}
-    for name, wanted in (('forward', forward), ('both', both)):
-        try:
-            began = time.perf_counter()
-            wanted()
-            torch.cuda.synchronize()
-        except Exception as refused:
-            row[f'{name}_refused'] = said(refused)
-            continue
-        row[f'{name}_first_s'] = time.perf_counter() - began
-        row[f'{name}_ms'] = gpu_ms(wanted)
-        row[f'{name}_wall_ms'] = wall_ms(wanted, calls=20, rounds=5)
-        row[f'{name}_peak_mib'] = peak_mib(wanted)
+    for name, measured_call in (('forward', forward), ('both', both)):
+        row |= time_call(name, measured_call)
     if 'forward_ms' in row and shape[1] == 1:
         row['new_keys_wall_ms'] = with_new_keys(call, tensors)
     if 'forward_ms' in row:
@@ -184,27 +176,27 @@ def measured(shape: tuple[int, ...], asked: dict[str, Any], backend: str) -> dic
     return row
 
 
-# of keys than a case has, each only once: plans are kept for all that are measured in one process
+# numbers of keys to leave out, each used once in a process: cached plans of an earlier number would serve again
 FEWER = itertools.count(1)
 
 
 def with_new_keys(call: Callable[..., Any], tensors: dict[str, torch.Tensor]) -> float:
-    """Milliseconds of wall time of a step whose keys are so many for the first time, as at each step of decoding: the median
-    of 20."""
-    taken = []
+    """Wall time in ms of a step with a new number of keys, as in each step of decoding: the median of 20."""
+    times = []
     for _ in range(20):
         fewer = next(FEWER)
-        given = {**tensors, **{name: tensors[name][:, fewer:] for name in ('k', 'v')}}
+        arguments = {**tensors, **{name: tensors[name][:, fewer:] for name in ('k', 'v')}}
         torch.cuda.synchronize()
         start = time.perf_counter()
         with torch.no_grad():
-            call(**given)
+            call(**arguments)
         torch.cuda.synchronize()
-        taken.append(1e3 * (time.perf_counter() - start))
-    return median(taken)
+        times.append(1e3 * (time.perf_counter() - start))
+    return median(times)
 
 
 def rows(cases: list[str], backends: list[str]) -> Iterator[dict[str, Any]]:
+    """Yields a row for each case and backend; the yardstick comes first."""
     from fla.backends import explain
     from fla.ops.attn import parallel_attn
 
@@ -231,13 +223,11 @@ def rows(cases: list[str], backends: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--json', type=Path, help='write the results there')
-    parser.add_argument('--case', choices=CASES, action='append', help='only this case')
-    parser.add_argument('--backend', choices=BACKENDS, action='append', help='only this backend')
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print('These kernels need a GPU: nothing is measured here.')
+    options = parser(__doc__)
+    options.add_argument('--case', choices=CASES, action='append', help='measure only this case')
+    options.add_argument('--backend', choices=BACKENDS, action='append', help='measure only this backend')
+    chosen = options.parse_args()
+    if not has_gpu():
         return
     from fla.ops.attn.backends.flash_attn import FlashAttention2Backend, FlashAttention3Backend
     from fla.ops.attn.backends.flashinfer import FlashInferBackend
@@ -247,11 +237,12 @@ def main() -> None:
 
     vendors = (FlashAttention2Backend, FlashAttention3Backend, FlashInferBackend, XFormersBackend)
     ours = (AttentionTileLang, TorchVarlenBackend)
-    able = {one.backend_type for one in vendors + ours if one.is_available()[0]}
-    backends = [one for one in options.backend or BACKENDS if one in ('sdpa', 'default') or one in able]
+    available = {'sdpa', 'default', *(backend.backend_type for backend in vendors + ours if backend.is_available()[0])}
+    backends = [name for name in chosen.backend or BACKENDS if name in available]
     about = machine(packages=('flash-attn', 'flash-attn-3', 'flashinfer-python', 'xformers', 'tilelang'))
-    results = ResultFile(options.json, 'attention', **about, command=command('attention', options, 'case', 'backend'))
-    for row in rows(options.case or list(CASES), backends):
+    results = ResultFile(chosen.json, 'attention', **about, command=command('attention', chosen, 'case', 'backend'))
+    cases = chosen.case or (['one step, one row', 'float32'] if chosen.quick else list(CASES))
+    for row in rows(cases, backends):
         results.add(row)
     results.complete()
 

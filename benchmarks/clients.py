@@ -1,14 +1,15 @@
-"""Prefill, decode and training time of transformers' models, with these operations and without.
+"""Measures transformers' models with this package's operations and without: prefill, decode and training step on a CPU.
 
     python benchmarks/clients.py [--quick] [--json PATH]
 
-Four models of four layers, 256 wide, in float32 on one CPU core, each twice in one process: as transformers finds the
-operations where `fla` can be imported, and on its own PyTorch path. They take turns, so that a processor that runs faster
-for a while favours neither; CPU time, so that what other processes do counts little. A step's operation is measured by
-itself too: of a step's decoding it is a small part, and all else is the same code.
+Four models of four layers, 256 wide, in float32 on one CPU core. Each model exists twice in one process: with the
+operations that transformers finds when `fla` can be imported, and with transformers' own PyTorch code. The two take turns,
+so that a temporarily faster processor favours neither, and are measured in CPU time, which other processes hardly affect.
+The operation of a decode step is also measured alone, because it is a small part of the step and the rest is the same code.
 
-Of each process the medians of turns and of their ratios; of several processes the median again, and of ratios the least and
-the largest, as where a process happens to have its memory counts as well.
+The JSON holds a row for each model and phase: `fla` and `transformers` in the given unit (medians over turns, then over
+processes), and `faster`, the minimum, median and maximum over processes of the median ratio. The ratio differs between
+processes because the place of memory matters.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from _timing import command, machine, parser, table, write_json
+from _results import ROOT, parser, write_json
+from _timing import command, machine, table
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(ROOT))
 
 from tests.clients.models import MODELS, WithoutFla, build, tokens
 
@@ -43,25 +44,27 @@ Call = Callable[[], object]
 
 
 def models() -> dict[str, tuple[torch.nn.Module, torch.nn.Module]]:
-    """Of each name a model that calls `fla`, and one that does not: transformers chooses when its modules are imported, so
-    they are imported twice."""
+    """Returns for each name a model that calls `fla` and one that does not.
 
-    def of_all() -> list[torch.nn.Module]:
+    transformers is imported twice, because it chooses its functions when its modules are imported.
+    """
+
+    def build_all() -> list[torch.nn.Module]:
         return [build(name, hidden_size=WIDTH, head_dim=HEAD_DIM) for name in MODELS]
 
     sys.meta_path.insert(0, WithoutFla)  # type: ignore[arg-type]
-    without = of_all()
+    without = build_all()
     assert 'fla' not in sys.modules
     sys.meta_path.remove(WithoutFla)  # type: ignore[arg-type]
     for name in [name for name in sys.modules if name.split('.')[0] == 'transformers']:
         del sys.modules[name]
-    with_fla = of_all()
+    with_fla = build_all()
     assert 'fla' in sys.modules
     return dict(zip(MODELS, zip(with_fla, without, strict=True), strict=True))
 
 
 def phases(name: str, model: torch.nn.Module) -> dict[str, tuple[Call, int]]:
-    """What is timed of a model, and how many times it does what a figure is of."""
+    """Returns for each phase of a model the function to measure, and the number of units it runs."""
     prompt, batch, steps, calls = tokens(1, 1024), tokens(1, 512), 16, 100
     cache = None
 
@@ -70,7 +73,7 @@ def phases(name: str, model: torch.nn.Module) -> dict[str, tuple[Call, int]]:
             model(prompt, use_cache=True)
 
     def decode() -> None:
-        # goes on from where the last repetition ended
+        # continues after the steps of the last repetition
         nonlocal cache
         with torch.no_grad():
             cache = model(prompt[:, :64], use_cache=True).cache if cache is None else cache
@@ -93,8 +96,8 @@ def phases(name: str, model: torch.nn.Module) -> dict[str, tuple[Call, int]]:
 
 
 def step_of(name: str, model: torch.nn.Module, decode: Call) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
-    """The function that the model's first layer calls in decoding, and the arguments it calls it with."""
-    # not through `sys.modules`, which may have another copy
+    """Returns the function that the model's first layer calls in decoding, and its arguments."""
+    # `sys.modules` may have the other copy of the module
     module, called = type(model).__init__.__globals__, STEPS[MODELS[name][2]]
     function, found = module[called], []
 
@@ -109,7 +112,7 @@ def step_of(name: str, model: torch.nn.Module, decode: Call) -> tuple[Call, tupl
 
 
 def in_turns(ours: Call, theirs: Call, turns: int) -> tuple[float, float, float]:
-    """Medians of milliseconds of CPU time of each, and of theirs over ours; the first turn is not timed."""
+    """Returns median CPU times in ms of both, and the median of theirs over ours. The first turn does not count."""
     taken: list[tuple[int, int]] = []
     for turn in range(turns + 1):
         pair = {}
@@ -124,7 +127,7 @@ def in_turns(ours: Call, theirs: Call, turns: int) -> tuple[float, float, float]
 
 
 def measure(turns: int) -> dict[str, dict[str, tuple[float, float, float]]]:
-    """All phases of all models in this process."""
+    """Measures all phases of all models in this process."""
     found: dict[str, dict[str, tuple[float, float, float]]] = {}
     for name, pair in models().items():
         ours, theirs = (phases(name, model) for model in pair)
@@ -136,14 +139,14 @@ def measure(turns: int) -> dict[str, dict[str, tuple[float, float, float]]]:
 
 
 def child(turns: int) -> dict[str, dict[str, list[float]]]:
-    """`measure` in a process of its own."""
+    """Runs `measure` in a child process."""
     done = subprocess.run([sys.executable, __file__, '--child', str(turns)], check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, dict[str, list[float]]] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
 def main() -> None:
-    arguments = parser(__doc__.splitlines()[0]).parse_args()
+    arguments = parser(__doc__).parse_args()
     processes, turns = (1, 1) if arguments.quick else (5, 6)
     runs = [child(turns) for _ in range(processes)]
     rows: list[dict[str, Any]] = []
@@ -164,7 +167,7 @@ def main() -> None:
         ]
         for row in rows
     ]
-    header = ['model', 'phase', 'unit', 'fla', 'transformers alone', 'faster: least / median / most']
+    header = ['model', 'phase', 'unit', 'fla', 'transformers alone', 'faster: min / median / max']
     print(table(header, cells, 'CPU time, one core'))
     where = {**machine(), 'transformers': metadata.version('transformers')}
     write_json(arguments.json, {'benchmark': 'clients', 'command': command(), 'machine': where, 'rows': rows})

@@ -1,25 +1,37 @@
-"""What dispatch costs a compiled program: graph breaks, compilations per change, trace time, steady state.
+"""Measures what dispatch costs a compiled program: graph breaks, compilations per change, trace time and steady state.
 
     python benchmarks/compile_breaks.py [--quick] [--json PATH]
+    python benchmarks/compile_breaks.py --beside CHECKOUT [--quick] [--json PATH]
 
-A change that dispatch must see (a toggle, a policy scope, a dtype) may cost one more compilation, one that it need not
-see may cost none, and after each step the compiled caller must choose what eager chooses: every implementation returns
-a number of its own, and each step compares compiled, eager and the expected one. Beside each row stand the compilations
-of the undispatched function under the same steps, which has reasons of its own to recompile. A dispatcher behind
-`torch.compiler.disable` goes through the same counting, to show that the counts would tell.
+Needs no GPU. A change that dispatch must see (a toggle, a policy scope, a dtype) may cost one more compilation; any other
+change may cost none. After each step the compiled caller must choose what eager code chooses: each implementation returns
+its own number, and each step compares compiled, eager and the expected number. `undispatched` counts the compilations of
+the undispatched function under the same steps, which may recompile for its own reasons. A control, a dispatcher behind
+`torch.compiler.disable`, must show a graph break, so that the counters are known to count.
+
+--beside runs this benchmark in three pairs of alternating processes, with the `fla` of this checkout and of another one. It
+prints the ratios of trace times and of steady states, each relative to the undispatched function in the same process, and
+the changes whose counts differ. `--beside .` shows the noise.
+
+The JSON holds `machine`, `command`, `cold_fullgraph` (outcome of a first call inside a trace), `changes` (counts per change
+and compiler), `trace_time` (ms per call) and `steady_state` (us per forward); with --beside `ratios` and
+`changes_that_differ`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
 from _changes import CHANGES, RESULTS, Op, Step, World, inputs, toggled, undispatched
+from _checkouts import alternate_results, spread
 from _compile_speed import steady_state, trace_times
-from _timing import command, machine, parser, table, write_json
+from _results import parser, write_json
+from _timing import command, machine, table
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -28,7 +40,7 @@ from fla.backends import use_backend
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one compiled caller: graphs compiled, graph breaks, and the steps whose call was served wrongly."""
+    """Counts of a compiled caller: graphs compiled, graph breaks, and descriptions of the steps that were served wrongly."""
 
     graphs: int
     breaks: int
@@ -46,8 +58,8 @@ def counted(wrong: list[str]) -> Counts:
 
 
 @torch.no_grad()
-def live_through(op: Op, steps: list[Step], backend: str, *, dispatched: bool = True) -> Counts:
-    """Take one compiled caller through the steps."""
+def take_steps(op: Op, steps: list[Step], backend: str, *, dispatched: bool = True) -> Counts:
+    """Calls a compiled function once per step, and checks who served."""
 
     def caller(**tensors: Any) -> Tensor:
         return op(**tensors) + 10
@@ -66,13 +78,13 @@ def live_through(op: Op, steps: list[Step], backend: str, *, dispatched: bool = 
 
 @torch.no_grad()
 def scope_inside(world: World, backend: str) -> Counts:
-    """A policy scope entered *inside* the compiled region, between two calls that it must not reach."""
+    """Enters a policy scope inside the compiled region, between two calls that it must not affect."""
 
     def caller(**tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
         before = world.op(**tensors)
         with use_backend('second', op=world.operation):
-            within = world.op(**tensors)
-        return before, within, world.op(**tensors)
+            inside = world.op(**tensors)
+        return before, inside, world.op(**tensors)
 
     compiled = compiled_afresh(caller, backend)
     wrong = []
@@ -83,7 +95,7 @@ def scope_inside(world: World, backend: str) -> Counts:
     return counted(wrong)
 
 
-# Beyond its limit of 8 Dynamo falls back to eager, and what a change costs would go uncounted.
+# Beyond its default limit of 8, Dynamo falls back to eager code, whose compilations would not be counted.
 @torch._dynamo.config.patch(recompile_limit=64)
 def changes(backend: str) -> list[dict[str, Any]]:
     rows = []
@@ -94,11 +106,11 @@ def changes(backend: str) -> list[dict[str, Any]]:
 
     for name, (steps, allowed) in CHANGES.items():
         world = World()
-        ours = live_through(world.op, steps(world), backend)
-        row(name, ours, live_through(undispatched, steps(world), backend, dispatched=False), allowed)
+        ours = take_steps(world.op, steps(world), backend)
+        row(name, ours, take_steps(undispatched, steps(world), backend, dispatched=False), allowed)
     row('scope entered inside the region, 3x', scope_inside(World(), backend), allowed=1)
     world = World()
-    row('control: behind compiler.disable', live_through(torch.compiler.disable(world.op), toggled(world), backend))
+    row('control: behind compiler.disable', take_steps(torch.compiler.disable(world.op), toggled(world), backend))
     if not rows[-1]['breaks']:
         raise AssertionError('the control shows no graph break: the counters count nothing')
     return rows
@@ -106,7 +118,7 @@ def changes(backend: str) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def cold_starts() -> dict[str, str]:
-    """The first call ever of an operation inside a trace, with no break allowed: what came of it."""
+    """Returns the outcome of an operation's first call inside a trace with fullgraph=True."""
 
     def calls(op: Op) -> Op:
         return lambda **tensors: op(**tensors)
@@ -116,7 +128,7 @@ def cold_starts() -> dict[str, str]:
         torch._dynamo.reset()
         try:
             got = int(torch.compile(program(World().op), backend='eager', fullgraph=True)(**inputs()))
-        except Exception as error:  # whatever stops the trace is what this row is to show
+        except Exception as error:  # the row shows any error that stops the trace
             outcomes[name] = f'FAILS: {type(error).__name__}: {str(error).splitlines()[0]}'
         else:
             outcomes[name] = 'served right' if got == RESULTS['first'] else f'WRONG: served by {got}'
@@ -124,12 +136,47 @@ def cold_starts() -> dict[str, str]:
 
 
 def main() -> None:
-    arguments = parser(__doc__.splitlines()[0]).parse_args()
-    backends = ['eager'] if arguments.quick else ['eager', 'aot_eager', 'inductor']
+    options = parser(__doc__)
+    options.add_argument('--beside', type=Path, metavar='CHECKOUT', help='compare with this checkout of the repository')
+    arguments = options.parse_args()
+    report = compare(arguments.beside, arguments.quick) if arguments.beside else measure_this(arguments.quick)
+    about = {'benchmark': 'compile_breaks', 'command': command(), 'machine': machine()}
+    write_json(arguments.json, {**about, **report})
+
+
+def compare(other: Path, quick: bool) -> dict[str, Any]:
+    """Runs this benchmark alternately with two checkouts; prints tables and returns the JSON's fields."""
+    this, that = alternate_results('compile_breaks.py', ['--quick'] if quick else [], other, turns=1 if quick else 3)
+    ratios = []
+    fields = {'over_undispatched_ms': 'trace_time', 'ratio_min': 'steady_state', 'ratio_median': 'steady_state'}
+    for field, part in fields.items():
+        for place, row in enumerate(this[0][part]):
+            ours, theirs = ([run[part][place][field] for run in runs] for runs in (this, that))
+            if 'undispatched' not in row['name']:
+                values = [mine / base for mine, base in zip(ours, theirs, strict=True)]
+                ratios.append({'part': part, 'name': row['name'], 'field': field, **spread(values)})
+    differ = [
+        {'name': ours['name'], 'backend': ours['backend'], 'this': ours, 'other': theirs}
+        for runs in zip(this, that, strict=True)
+        for ours, theirs in zip(*(run['changes'] for run in runs), strict=True)
+        if ours != theirs
+    ]
+    print(f'{command()}\n{machine()}')
+    header = ['this checkout / the other', 'of', 'median', 'least', 'most']
+    cells = [[row['name'], row['field'], row['median'], row['p10'], row['p90']] for row in ratios]
+    print(table(header, cells, 'Trace time of a call and steady state, relative to undispatched'))
+    for row in differ:
+        print(f'DIFFERS {row}')
+    return {'ratios': ratios, 'changes_that_differ': differ}
+
+
+def measure_this(quick: bool) -> dict[str, Any]:
+    """Measures this checkout; prints tables and returns the JSON's fields."""
+    backends = ['eager'] if quick else ['eager', 'aot_eager', 'inductor']
     cold = cold_starts()
     rows = [row for backend in backends for row in changes(backend)]
-    traces = trace_times(2 if arguments.quick else 7)
-    steady = steady_state(15 if arguments.quick else 101, copies=2 if arguments.quick else 4)
+    traces = trace_times(2 if quick else 7)
+    steady = steady_state(15 if quick else 101, copies=2 if quick else 4)
 
     print(f'{command()}\n{machine()}')
     for name, outcome in cold.items():
@@ -146,9 +193,8 @@ def main() -> None:
     print(table(header, [list(row.values()) for row in steady], 'Steady state'))
     us = {row['name']: row['us_min'] for row in steady}
     guards = us['guards alone: dispatched'] - us['guards alone: undispatched']
-    print(f'Hot, the guards of 8 dispatched calls add {guards:.1f} us: {guards / us["undispatched"]:.1%} of the model.')
-    report = {'benchmark': 'compile_breaks', 'command': command(), 'machine': machine(), 'cold_fullgraph': cold}
-    write_json(arguments.json, {**report, 'changes': rows, 'trace_time': traces, 'steady_state': steady})
+    print(f'The guards of 8 dispatched calls alone add {guards:.1f} us: {guards / us["undispatched"]:.1%} of the model.')
+    return {'cold_fullgraph': cold, 'changes': rows, 'trace_time': traces, 'steady_state': steady}
 
 
 if __name__ == '__main__':

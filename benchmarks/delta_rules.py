@@ -1,56 +1,55 @@
-"""Times of the gated delta rule and KDA on a GPU: forward, forward with backward, peak memory, decoding, first call; of each
-backend that can run here and, with --fla, of flash-linear-attention, in one run on one card. `packed` are sequences side by
-side in one row, by `cu_seqlens`; `bounded` is KDA with raw gates and a lower bound, which decay faster.
+"""Measures the gated delta rule and KDA on a GPU: times of forward, forward with backward, decode step and first call, and
+peak memory. Measures each backend that can run and, with --fla, flash-linear-attention, in one run on one card.
 
     python benchmarks/delta_rules.py --json benchmarks/results/delta_rules.json --fla folder/of/fla-core
 
-Beside each time stands the error of the same backend against the definition in float64, on 320 steps of two heads: the
-mean of three seeds. Inputs are those of `_delta_rule_inputs.py`, never zeros. FLA runs in a process of its own, because
-its import name is `fla` too: put the folder that its distribution was unpacked into after --fla. It tunes itself for
-minutes first, which shows as `forward_first_s` and `both_first_s`. FlashKDA takes raw gates only: `vendors.py` measures
-it.
+FLA runs in a separate process, because both packages are imported as `fla`: --fla takes the folder in which its
+distribution was unpacked. Its autotuning takes minutes, which `forward_first_s` and `both_first_s` include. `vendors.py`
+measures FlashKDA, which takes raw gates only.
+
+The JSON holds a row for each operation, backend and shape [B, T, H, K]. `packed` rows have B sequences of T steps in one
+row, separated by `cu_seqlens`. `bounded` rows are KDA with raw gates and a lower bound, which decay faster. `decode` is the
+batch size of a decode step. Times are in ms (`*_us` in µs), memory in MiB beyond the inputs. `errors` are relative RMS
+errors of the backend against the definition in float64, on 320 steps of two heads, the mean of three seeds. Inputs are
+random, never zeros. --quick: one decode step of the default.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import functools
 import itertools
-import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from _delta_rule_inputs import (
     DEVICE,
     NAMES,
-    bounds_of,
+    cu_seqlens_of,
     definition,
-    finished,
     inputs,
-    relative,
-    side_by_side,
-    upstream,
+    output_gradient,
+    packed_inputs,
     with_bounded_gates,
+    with_finished_gates,
 )
-from _fla_process import FLA, fla_rows
-from _gpu import gpu_ms, peak_mib, wall_ms
-from _results import ResultFile, command, machine, said
+from _fla_process import FLA, fla_rows, only_backend
+from _gpu import gpu_ms, time_call, wall_ms
+from _results import ResultFile, command, error_line, has_gpu, machine, parser, print_lines, relative_rms
 
 OPS = ('gated_delta_rule', 'kda')
 KINDS = ('chunk', 'packed', 'bounded', 'decode')
 SHAPES = ((4, 2048, 16, 128), (1, 8192, 96, 128))
 PACKED = (4, 2048, 96, 128)
 DECODE = (1, 32, 256)
-# of a model that decodes
+# of the model whose decode step is measured
 LAYERS = 20
 BACKENDS = {'gated_delta_rule': ('default', 'tilelang', 'flash_qla'), 'kda': ('default', 'tilelang')}
 
 
 def function_of(op: str, kind: str) -> Any:
+    """Returns the public function of an operation for chunks or for a decode step."""
     if op == 'kda':
         from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
@@ -60,17 +59,8 @@ def function_of(op: str, kind: str) -> Any:
     return {'chunk': chunk_gated_delta_rule, 'decode': fused_recurrent_gated_delta_rule}[kind]
 
 
-def only(backend: str, op: str) -> Any:
-    """Within it, this backend runs, or the call raises."""
-    if backend == FLA:
-        return contextlib.nullcontext()
-    from fla.backends import use_backend
-
-    return use_backend(backend, op=op)
-
-
 def errors(op: str, dim: int, backward: bool, kind: str) -> dict[str, float]:
-    """Mean over three seeds of the relative RMS errors: of results, and of gradients for the same rounded do."""
+    """Returns relative RMS errors of results and, with `backward`, of gradients for the same do; the mean of three seeds."""
     seeds = [_errors(op, dim, backward, kind, seed) for seed in range(3)]
     return {name: sum(found[name] for found in seeds) / len(seeds) for name in seeds[0]}
 
@@ -80,16 +70,16 @@ def _errors(op: str, dim: int, backward: bool, kind: str, seed: int) -> dict[str
     lengths, more = (320,), {}
     if kind == 'packed':
         lengths = (200, 120)
-        more = {'cu_seqlens': bounds_of(*lengths)}
+        more = {'cu_seqlens': cu_seqlens_of(*lengths)}
     elif kind == 'bounded':
         args, more = with_bounded_gates(args, seed)
 
     def exactly(*leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        leaves = finished(leaves, more) if kind == 'bounded' else leaves
+        leaves = with_finished_gates(leaves, more) if kind == 'bounded' else leaves
         found = [definition(*sequence) for sequence in zip(*(x.split(lengths, 1) for x in leaves), strict=True)]
         return torch.cat([o for o, _ in found], 1), torch.cat([state for _, state in found])
 
-    do = upstream(args[2], 100 + seed)
+    do = output_gradient(args[2], 100 + seed)
     found = []
     for run, dtype in ((function_of(op, 'chunk'), None), (exactly, torch.float64)):
         leaves = [(x if dtype is None else x.to(dtype)).clone().requires_grad_(backward) for x in args]
@@ -98,15 +88,15 @@ def _errors(op: str, dim: int, backward: bool, kind: str, seed: int) -> dict[str
             ((o * do.to(o.dtype)).sum() + state.sum()).backward()
         found.append([o, state, *(leaf.grad for leaf in leaves)])
     names = ('o', 'state', *(f'd{name}' for name in NAMES))
-    return {name: relative(ours, exact) for name, ours, exact in zip(names, *found, strict=True) if ours is not None}
+    return {name: relative_rms(ours, exact) for name, ours, exact in zip(names, *found, strict=True) if ours is not None}
 
 
 def chunked(op: str, shape: tuple[int, ...], kind: str) -> Iterator[dict[str, Any]]:
-    """One shape: times in ms, peak memory of forward and backward in MiB beyond the inputs; all so far, when there is more:
-    a package that tunes itself may take longer over the rest than there is time."""
+    """Yields the row of one shape after each measurement, so that an interrupted run keeps the earlier ones: autotuning may
+    take longer than the time left."""
     call = function_of(op, 'chunk')
     if kind == 'packed':
-        args, cu_seqlens = side_by_side(op, shape)
+        args, cu_seqlens = packed_inputs(op, shape)
         call = functools.partial(call, cu_seqlens=cu_seqlens)
     else:
         args = inputs(op, *shape)
@@ -116,7 +106,7 @@ def chunked(op: str, shape: tuple[int, ...], kind: str) -> Iterator[dict[str, An
     do = torch.randn_like(args[2])
 
     leaves = [a.clone().requires_grad_() for a in args]
-    # A first backward with a given gradient imports much of PyTorch (a second or more), whatever it is of.
+    # The first backward of a process imports much of PyTorch, which takes a second or more.
     torch.autograd.grad(leaves[0] * 2, leaves[0], torch.ones_like(leaves[0]))
 
     def forward() -> None:
@@ -127,19 +117,8 @@ def chunked(op: str, shape: tuple[int, ...], kind: str) -> Iterator[dict[str, An
         torch.autograd.grad(call(*leaves)[0], leaves, do)
 
     row: dict[str, Any] = {}
-    for name, wanted in (('forward', forward), ('both', both)):
-        try:
-            began = time.perf_counter()
-            wanted()
-            torch.cuda.synchronize()
-        except Exception as refused:
-            row[f'{name}_refused'] = said(refused)
-            yield row
-            continue
-        row[f'{name}_first_s'] = time.perf_counter() - began
-        row[f'{name}_ms'] = gpu_ms(wanted)
-        row[f'{name}_wall_ms'] = wall_ms(wanted, calls=20, rounds=5)
-        row[f'{name}_peak_mib'] = peak_mib(wanted)
+    for name, measured in (('forward', forward), ('both', both)):
+        row |= time_call(name, measured)
         yield row
     if 'forward_ms' in row:
         row['errors'] = errors(op, shape[-1], 'both_ms' in row, kind)
@@ -147,8 +126,10 @@ def chunked(op: str, shape: tuple[int, ...], kind: str) -> Iterator[dict[str, An
 
 
 def decoding(op: str, batch: int, heads: int = 16, dim: int = 128) -> dict[str, Any]:
-    """One decode step: GPU time by graph replay, wall time of calls in a row, in µs. Steps take turns with LAYERS states, as
-    the layers of a model do: one state would come from the GPU's cache each time."""
+    """Returns the row of a decode step in µs: GPU time by graph replay, wall time and host time of consecutive calls.
+
+    Steps cycle through LAYERS states, as the layers of a model do: a single state would always be in the GPU's cache.
+    """
     args = inputs(op, batch, 1, heads, dim)
     named = dict(zip(NAMES, args, strict=True))
     states = [torch.randn(batch, heads, dim, dim, device=DEVICE) for _ in range(LAYERS)]
@@ -167,7 +148,7 @@ def decoding(op: str, batch: int, heads: int = 16, dim: int = 128) -> dict[str, 
             for _ in states:
                 step()
         gpu = gpu_ms(graph.replay) / LAYERS * 1000
-        # fewer in a row than the GPU's queue holds: launching never waits
+        # 100 calls fit into the GPU's queue, so launching never waits
         wall = wall_ms(step, calls=100, rounds=50) * 1000
         launch = float('inf')
         for _ in range(50):
@@ -176,14 +157,21 @@ def decoding(op: str, batch: int, heads: int = 16, dim: int = 128) -> dict[str, 
             for _ in range(100):
                 step()
             launch = min(launch, (time.perf_counter() - began) / 100)
-    error = {'o': relative(o, exact[0]), 'state': relative(final, exact[1])}
+    error = {'o': relative_rms(o, exact[0]), 'state': relative_rms(final, exact[1])}
     return {'gpu_us': gpu, 'wall_us': wall, 'host_us': launch * 1e6, 'errors': error}
 
 
-def rows(backends: list[str] | None, ops: list[str], shapes: list[tuple[int, ...]], kinds: list[str]) -> Any:
+def rows(
+    backends: list[str] | None,
+    ops: list[str],
+    shapes: list[tuple[int, ...]],
+    kinds: list[str],
+    batches: Sequence[int] = DECODE,
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of all kinds; a row of chunks again after each of its measurements."""
     for op in ops:
         for backend in backends or BACKENDS[op]:
-            with only(backend, op):
+            with only_backend(backend, op):
                 for shape in shapes if 'chunk' in kinds else ():
                     for row in chunked(op, shape, 'chunk'):
                         yield {'op': op, 'backend': backend, 'shape': [*shape], **row}
@@ -195,59 +183,57 @@ def rows(backends: list[str] | None, ops: list[str], shapes: list[tuple[int, ...
                         yield {'op': op, 'backend': backend, 'shape': [*shape], 'bounded': True, **row}
                 if backend not in ('default', FLA) or 'decode' not in kinds:
                     continue
-                for batch in DECODE:
+                for batch in batches:
                     try:
                         row = decoding(op, batch)
-                    except Exception as refused:
-                        row = {'refused': said(refused)}
+                    except Exception as error:
+                        row = {'refused': error_line(error)}
                     yield {'op': op, 'backend': backend, 'decode': batch, **row}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--json', type=Path, help='write the results there')
-    parser.add_argument('--fla', type=Path, help='folder of an unpacked fla-core: measure it as well')
-    parser.add_argument('--op', choices=OPS, action='append', help='only this operation')
-    parser.add_argument('--backend', action='append', help='only this backend')
-    parser.add_argument(
-        '--shape', type=int, choices=range(len(SHAPES)), action='append', help=f'only these of {SHAPES}, of chunks'
+    options = parser(__doc__, peer=True)
+    options.add_argument('--op', choices=OPS, action='append', help='measure only this operation')
+    options.add_argument('--backend', action='append', help='measure only this backend')
+    options.add_argument(
+        '--shape', type=int, choices=range(len(SHAPES)), action='append', help=f'index of the only shape, of {SHAPES}'
     )
-    parser.add_argument(
-        '--kind', choices=KINDS, action='append', help='only this kind of step; packed and bounded only if asked for'
-    )
-    parser.add_argument('--lines', action='store_true', help='a JSON object a line: how the process for FLA answers')
-    options = parser.parse_args()
-    ops = options.op or list(OPS)
-    shapes = [SHAPES[i] for i in options.shape or range(len(SHAPES))]
-    kinds = options.kind or ['chunk', 'decode']
-    if options.lines:
-        for row in rows([FLA], ops, shapes, kinds):
-            print(json.dumps(row), flush=True)
+    options.add_argument('--kind', choices=KINDS, action='append', help='only this kind of row (default: chunk and decode)')
+    chosen = options.parse_args()
+    ops = chosen.op or list(OPS)
+    shapes = [SHAPES[i] for i in chosen.shape or range(len(SHAPES))]
+    kinds = chosen.kind or ['chunk', 'decode']
+    backends, batches = chosen.backend, DECODE
+    if chosen.quick:
+        ops, kinds, backends, batches = ops[:1], ['decode'], ['default'], DECODE[:1]
+    if chosen.lines:
+        print_lines(rows([FLA], ops, shapes, kinds, batches))
         return
-    if not torch.cuda.is_available():
-        print('These kernels need a GPU: nothing is measured here.')
+    if not has_gpu():
         return
-    about = machine(packages=('flash-qla', 'tokenspeed-flashkda', 'tilelang'), fla=options.fla)
-    words = command('delta_rules', options, 'op', 'backend', 'shape', 'kind')
-    results = ResultFile(options.json, 'delta_rules', **about, command=words)
+    about = machine(packages=('flash-qla', 'tokenspeed-flashkda', 'tilelang'), fla=chosen.fla)
+    words = command('delta_rules', chosen, 'op', 'backend', 'shape', 'kind')
+    results = ResultFile(chosen.json, 'delta_rules', **about, command=words)
 
     def add(row: dict[str, Any]) -> None:
-        results.add(row, instead=bool(results.rows) and is_more_of(row, results.rows[-1]))
+        results.add(row, replace=bool(results.rows) and same_case(row, results.rows[-1]))
 
-    for row in rows(options.backend, ops, shapes, kinds):
+    for row in rows(backends, ops, shapes, kinds, batches):
         add(row)
-    if options.fla:
-        again = [
+    if chosen.fla:
+        repeated = [
+            *(['--quick'] if chosen.quick else []),
             *(f'--op={op}' for op in ops),
-            *(f'--shape={i}' for i in options.shape or ()),
+            *(f'--shape={i}' for i in chosen.shape or ()),
             *(f'--kind={kind}' for kind in kinds),
         ]
-        for row in fla_rows(__file__, again, options.fla):
+        for row in fla_rows(__file__, repeated, chosen.fla):
             add(row)
     results.complete()
 
 
-def is_more_of(row: dict[str, Any], other: dict[str, Any]) -> bool:
+def same_case(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two rows measure the same call."""
     return all(row.get(name) == other.get(name) for name in ('op', 'backend', 'shape', 'packed', 'bounded', 'decode'))
 
 

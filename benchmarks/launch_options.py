@@ -1,32 +1,34 @@
-"""Kernels of a chunked delta rule on a GPU with other options of their launches: what they do to bits, errors and times.
+"""Measures the kernels of a chunked delta rule on a GPU with other launch options: bits, errors and times.
 
     python benchmarks/launch_options.py gated_delta_rule 'intra_chunk_bwd BK=64 BV=64' 'inter_chunk_bwd num_stages=1'
 
-After the kernels as they are comes each variant: kernels with the options that are changed, apart by commas. A block that
-a grid or another kernel follows from cannot be changed so. Before its times, a variant says
+A variant is a comma-separated list of kernels with their changed options. A block size that determines a grid or is shared
+with another kernel cannot be changed this way. --packed takes the sequences of a shape as one packed row.
 
-- `unsteady`: how many of six runs at full size gave other bits than its first. Anything but 0 is a race;
-- `as_before`: whether its bits are those of the kernels as they are;
-- `error`: the largest relative RMS of outputs and gradients against float64, on 320 steps of two heads.
+The JSON holds a row for the unchanged kernels and one for each variant:
 
-`kernels` are launches and µs of each, by PyTorch's profiler, in a forward with backward. `--packed` takes the sequences of a
-shape as one packed row.
+- `unsteady`: how many of six runs at full size gave other bits than the first. Anything but 0 is a race.
+- `as_before`: whether the bits equal those of the unchanged kernels.
+- `error`: the largest relative RMS error of outputs and gradients against float64, on 320 steps of two heads.
+- `forward_ms`, `both_ms`: GPU times of forward and of forward with backward.
+- `kernels`: number of launches and mean µs of each kernel in a forward with backward, by PyTorch's profiler.
+
+--quick: the unchanged kernels at the smallest shape.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import shlex
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from _delta_rule_inputs import inputs, side_by_side, upstream
+from _delta_rule_inputs import inputs, output_gradient, packed_inputs
+from _fla_process import only_backend
 from _gpu import gpu_ms
-from _results import ResultFile, command, machine, said
-from delta_rules import OPS, SHAPES, errors, function_of, only
+from _results import ResultFile, command, error_line, has_gpu, machine, parser
+from delta_rules import OPS, SHAPES, errors, function_of
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -34,15 +36,15 @@ Variant = dict[str, dict[str, int]]
 
 
 def launches_of(op: str) -> Any:
-    """The module that launches the kernels of an operation, all of which it knows by their names."""
+    """Returns the module that launches an operation's kernels and holds them by name."""
     return importlib.import_module(f'fla.ops.{op}.kernels.launch')
 
 
 def parsed(op: str, text: str) -> Variant:
-    """`'a X=1 Y=2, b X=3'` as `{'a': {'X': 1, 'Y': 2}, 'b': {'X': 3}}`.
+    """Parses `'a X=1 Y=2, b X=3'` to `{'a': {'X': 1, 'Y': 2}, 'b': {'X': 3}}`.
 
     Raises:
-        ValueError: for what is no kernel of `op`, or no number, and for a kernel without options or named twice.
+        ValueError: for an unknown kernel, a value that is not a number, or a kernel without options or named twice.
     """
     variant: Variant = {}
     for kernel in text.split(','):
@@ -55,14 +57,14 @@ def parsed(op: str, text: str) -> Variant:
     return variant
 
 
-def let_vary(op: str) -> Variant:
-    """What is put into it changes the launches of the kernels of that name."""
+def override_launches(op: str) -> Variant:
+    """Returns a variant that launches read: options put into it override those of the named kernels."""
     module = launches_of(op)
-    as_it_is: Callable[..., Any] = module.launch
+    original: Callable[..., Any] = module.launch
     variant: Variant = {}
 
     def launch(kernel: Any, *args: Any, **more: Any) -> Callable[..., Any]:
-        run, other = as_it_is(kernel, *args, **more), variant.get(kernel.fn.__name__, {})
+        run, other = original(kernel, *args, **more), variant.get(kernel.fn.__name__, {})
         return lambda *tensors, **options: run(*tensors, **{**options, **other})
 
     vars(module)['launch'] = launch
@@ -70,7 +72,7 @@ def let_vary(op: str) -> Variant:
 
 
 def by_kernel(function: Callable[[], object], repeats: int = 5) -> dict[str, list[float]]:
-    """How often each kernel is launched, and how many µs one takes."""
+    """Returns the number of launches of each kernel in a call, and its mean time in µs."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         for _ in range(repeats):
             function()
@@ -85,14 +87,21 @@ def by_kernel(function: Callable[[], object], repeats: int = 5) -> dict[str, lis
 def measured(
     op: str, shape: tuple[int, ...], packed: bool, before: list[torch.Tensor] | None
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """A variant's row and results; `before`: results of the kernels as they are."""
+    """Returns a variant's row and results.
+
+    Args:
+        op: name of the operation.
+        shape: [B, T, H, K].
+        packed: the B sequences are one packed row.
+        before: results of the unchanged kernels; None to measure these.
+    """
     options: dict[str, Any] = {}
     if packed:
-        args, options['cu_seqlens'] = side_by_side(op, shape)
+        args, options['cu_seqlens'] = packed_inputs(op, shape)
     else:
         args = inputs(op, *shape)
     call = function_of(op, 'chunk')
-    do = upstream(args[2], 1)
+    do = output_gradient(args[2], 1)
     leaves = [a.clone().requires_grad_() for a in args]
 
     def forward() -> None:
@@ -115,42 +124,42 @@ def measured(
 
 
 def rows(op: str, variants: dict[str, Variant], shape: tuple[int, ...], packed: bool) -> Iterator[dict[str, Any]]:
-    changed = let_vary(op)
-    with only('default', op):
-        row, as_it_is = measured(op, shape, packed, None)
-        yield {'variant': 'as it is', **row}
+    changed = override_launches(op)
+    with only_backend('default', op):
+        row, unchanged = measured(op, shape, packed, None)
+        yield {'variant': 'unchanged', **row}
         for text, variant in variants.items():
             changed.clear()
             changed.update(variant)
             try:
-                row, _ = measured(op, shape, packed, as_it_is)
-            except Exception as refused:
-                # more than a block can hold, say: the others may be compiled all the same
-                row = {'refused': said(refused)}
+                row, _ = measured(op, shape, packed, unchanged)
+            except Exception as error:
+                # too much shared memory, for example; the other variants may still compile
+                row = {'refused': error_line(error)}
             yield {'variant': text, **row}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('op', choices=OPS, nargs='?', default=OPS[0])
-    parser.add_argument('variant', nargs='*', help="such as 'inter_chunk_bwd num_stages=1, intra_chunk_bwd num_warps=8'")
-    parser.add_argument('--shape', type=int, choices=range(len(SHAPES)), default=1, help=f'which of {SHAPES}')
-    parser.add_argument('--packed', action='store_true')
-    parser.add_argument('--json', type=Path, help='write the results there')
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print('These kernels need a GPU: nothing is measured here.')
+    options = parser(__doc__)
+    options.add_argument('op', choices=OPS, nargs='?', default=OPS[0])
+    options.add_argument('variant', nargs='*', help="such as 'inter_chunk_bwd num_stages=1, intra_chunk_bwd num_warps=8'")
+    options.add_argument('--shape', type=int, choices=range(len(SHAPES)), default=1, help=f'index of one of {SHAPES}')
+    options.add_argument('--packed', action='store_true', help='take the sequences of a shape as one packed row')
+    chosen = options.parse_args()
+    if not has_gpu():
         return
     try:
-        variants = {text: parsed(options.op, text) for text in options.variant}
+        variants = {text: parsed(chosen.op, text) for text in chosen.variant}
     except ValueError as error:
-        parser.error(str(error))
-    words = [options.op, *map(shlex.quote, options.variant), '--shape', str(options.shape), *['--packed'] * options.packed]
+        options.error(str(error))
+    if chosen.quick:
+        chosen.shape, variants = 0, {}
+    words = [chosen.op, *map(shlex.quote, chosen.variant), '--shape', str(chosen.shape), *['--packed'] * chosen.packed]
     results = ResultFile(
-        options.json, 'launch_options', **machine(), command=' '.join([command('launch_options', options), *words])
+        chosen.json, 'launch_options', **machine(), command=' '.join([command('launch_options', chosen), *words])
     )
-    for row in rows(options.op, variants, SHAPES[options.shape], options.packed):
-        results.add({'op': options.op, 'shape': [*SHAPES[options.shape]], 'packed': options.packed, **row})
+    for row in rows(chosen.op, variants, SHAPES[chosen.shape], chosen.packed):
+        results.add({'op': chosen.op, 'shape': [*SHAPES[chosen.shape]], 'packed': chosen.packed, **row})
     results.complete()
 
 

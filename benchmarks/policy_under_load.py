@@ -1,18 +1,19 @@
-"""Dispatch while everything around it changes.
+"""Checks calls while policies, backends and processes change. Measures no times and needs no GPU.
 
-Threads call a function that returns a new tensor and one that changes its argument in place, the policy file is rewritten
-(by renaming and in place, every fifth time with something that is no policy), backends fail at random under
-on_error='fallback', backends come and go, processes fork. Each call is checked: its result is right, and exactly one
-backend finished it; of the mutating function, that its argument was changed once, or, where the call raised, not at all.
-Ends with an error if a call was lost, doubled or wrong, if something hangs, if a bad file changed anything, or if the last
-file is not the one in force.
+    python benchmarks/policy_under_load.py [--seconds 30] [--threads 8] [--rewrites 50] [--seed 0] [--quick] [--json PATH]
 
-    python benchmarks/policy_under_load.py [--seconds 30] [--threads 8] [--rewrites 50] [--seed 0] [--json FILE]
+Threads call a function that returns a new tensor and one that changes its argument in place. Meanwhile the policy file is
+rewritten (by renaming or in place, every fifth time with an invalid policy), backends fail at random under
+on_error='fallback', backends are registered and removed, and the process forks. Each call is checked: its result is right,
+and exactly one backend finished it. The mutating function must change its argument once, or not at all if the call raised.
+
+The exit status is 1 if a call was lost, doubled or wrong, if a thread or a child hangs, if an invalid file changed the
+policy, or if the last file is not in force. The JSON holds `good`, the counts of calls, failures and events, and `notes`,
+the first ten errors. --quick: 3 seconds, 2 threads, 6 rewrites.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _machine import cores
+from _results import cores, parser, write_json
 
 from fla.backends import (
     BackendRegistry,
@@ -52,13 +53,15 @@ BAD = (
 local = threading.local()
 
 
-class Flaky(Exception):
-    """A failure that may be retried."""
+class RetryableError(Exception):
+    """The failure of a flaky backend; it is declared retryable."""
 
 
 def make_operation(failing: float) -> tuple[Any, Any, BackendRegistry]:
-    """`loaded(x)` is 2x and `doubled(x)` makes x twice what it was, whoever serves them; each backend notes its runs and
-    failures in the calling thread."""
+    """Returns `loaded(x)`, which returns 2x, `doubled(x)`, which doubles x in place, and their registry.
+
+    Each backend counts its runs and failures in `local`, per thread.
+    """
     registry = BackendRegistry('under_load')
 
     @dispatch('under_load')
@@ -77,12 +80,12 @@ def make_operation(failing: float) -> tuple[Any, Any, BackendRegistry]:
 
 
 def make_backend(name: str, failing: float) -> BaseBackend:
-    """A backend that fails so often: before it has done anything, or, where it changes its argument, half the time after."""
+    """Returns a backend that fails with probability `failing`; the mutating function also fails after its change."""
 
     def fail() -> None:
         if failing and random.random() < failing:
             local.failed += 1
-            raise Flaky(name)
+            raise RetryableError(name)
 
     def run(self: BaseBackend, x: torch.Tensor) -> torch.Tensor:
         fail()
@@ -96,19 +99,19 @@ def make_backend(name: str, failing: float) -> BaseBackend:
         local.finished += 1
         fail()
 
-    members = {'backend_type': name, 'retryable': (Flaky,), 'loaded': run, 'doubled': in_place}
+    members = {'backend_type': name, 'retryable': (RetryableError,), 'loaded': run, 'doubled': in_place}
     return type(name, (BaseBackend,), members)()
 
 
-def soon(holds: Callable[[], bool]) -> None:
-    """Wait until something holds, half a minute at most."""
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Waits until the condition holds, for at most 30 seconds."""
     deadline = time.monotonic() + 30
-    while not holds() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 class Load:
-    """The parts that run at once, and what they saw."""
+    """The threads of a run, and their counts."""
 
     def __init__(self, seconds: float, threads: int, rewrites: int, seed: int) -> None:
         self.seconds, self.threads, self.rewrites = seconds, threads, rewrites
@@ -136,6 +139,7 @@ class Load:
         self.notes: list[str] = []
 
     def add(self, note: str = '', **counts: int) -> None:
+        """Adds to the counts, and stores one of the first ten notes."""
         with self.lock:
             for name, count in counts.items():
                 self.counts[name] += count
@@ -143,7 +147,7 @@ class Load:
                 self.notes.append(note)
 
     def call(self) -> None:
-        """One thread's calls."""
+        """Calls both functions until the run stops (one thread)."""
         x = torch.arange(4.0)
         calls = failures = mutating = raised = 0
         while not self.stop.is_set():
@@ -162,12 +166,13 @@ class Load:
         self.add(calls=calls, failures=failures, mutating_calls=mutating, mutating_calls_that_raised=raised)
 
     def change(self) -> int:
-        """One call of the mutating function. It may raise, and is then not run again: what a backend has begun stays."""
+        """Calls the mutating function once; returns 1 if it raised. A failed call is not retried, as it may have
+        changed x."""
         x = torch.ones(3)
         local.finished = local.failed = raised = 0
         try:
             self.mutating(x)
-        except Flaky:
+        except RetryableError:
             raised = 1
         except Exception as error:
             self.add(f'{type(error).__name__}: {error}', errors=1)
@@ -179,7 +184,7 @@ class Load:
         return raised
 
     def plugins(self) -> None:
-        """Backends that come and go."""
+        """Registers and removes backends."""
         number = 0
         while not self.stop.wait(0.05):
             number += 1
@@ -189,7 +194,7 @@ class Load:
             self.add(plugins=1)
 
     def forks(self) -> None:
-        """Children that call the function and must end."""
+        """Forks children, which call the function and must end."""
         while not self.stop.wait(0.5):
             pid = os.fork()
             if pid == 0:
@@ -213,7 +218,7 @@ class Load:
             self.add('' if code == 0 else f'child ended with {code}', forks=1, bad_forks=int(code != 0))
 
     def write(self, path: Path, number: int) -> str | None:
-        """One version of the file; the name it prefers, None where it is to be refused."""
+        """Writes a version of the file; returns the backend it prefers, or None for an invalid file."""
         first = NAMES[number % len(NAMES)]
         text = f'prefer: [{first}]\nrules:\n  - ops: under_load\n    when: x.shape[0] < {number + 2}\n    use: [{first}]\n'
         bad = 0 < number < self.rewrites and number % 5 == 0
@@ -227,13 +232,13 @@ class Load:
         return None if bad else first
 
     def run(self) -> dict[str, Any]:
-        """Everything at once."""
+        """Runs all threads at once and returns the counts."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / 'policy.yaml'
             self.write(path, 0)
             events: list[str] = []
             note = lambda event: events.append(event.kind)  # noqa: E731
-            # no scope: those of other threads end in a forked child
+            # not a scope: scopes of other threads end in a forked child
             set_policy(Policy(on_error='fallback'))
             with watch_policy(path, debounce=0.05, on_reload=note, on_error=note) as watcher:
                 parts = [threading.Thread(target=self.call, daemon=True) for _ in range(self.threads)]
@@ -245,10 +250,10 @@ class Load:
                     before, refused = watcher.current_version(), events.count('error')
                     last = self.write(path, number)
                     if last is None:
-                        soon(lambda refused=refused: events.count('error') > refused)
+                        wait_for(lambda refused=refused: events.count('error') > refused)
                         changed = watcher.current_version() != before or events.count('error') == refused
                         self.add(bad_files=1, bad_files_that_changed_something=int(changed))
-                soon(lambda: watcher.current_version().policy.prefer == (last,))
+                wait_for(lambda: watcher.current_version().policy.prefer == (last,))
                 self.stop.set()
                 for part in parts:
                     part.join(60)
@@ -268,29 +273,28 @@ class Load:
         }
 
 
-def good(found: dict[str, Any]) -> bool:
-    """Whether nothing went wrong."""
+def is_good(found: dict[str, Any]) -> bool:
+    """Whether nothing went wrong and each kind of event happened."""
     never = ('wrong', 'lost_or_doubled', 'errors', 'bad_forks', 'bad_files_that_changed_something', 'hung_threads')
     some = ('calls', 'mutating_calls', 'failures', 'refused')
     return found['final_file_in_force'] and all(found[name] for name in some) and not any(found[name] for name in never)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--seconds', type=float, default=30.0)
-    parser.add_argument('--threads', type=int, default=8)
-    parser.add_argument('--rewrites', type=int, default=50)
-    parser.add_argument('--seed', type=int, default=0)
-    parser.add_argument('--json', type=Path, help='write the result there')
-    options = parser.parse_args(argv)
-    found = Load(options.seconds, options.threads, options.rewrites, options.seed).run()
+    options = parser(__doc__)
+    options.add_argument('--seconds', type=float, default=30.0, help='length of the run (default: 30)')
+    options.add_argument('--threads', type=int, default=8, help='threads that call (default: 8)')
+    options.add_argument('--rewrites', type=int, default=50, help='rewrites of the policy file (default: 50)')
+    options.add_argument('--seed', type=int, default=0, help='of the random choices (default: 0)')
+    chosen = options.parse_args(argv)
+    if chosen.quick:
+        chosen.seconds, chosen.threads, chosen.rewrites = 3.0, 2, 6
+    found = Load(chosen.seconds, chosen.threads, chosen.rewrites, chosen.seed).run()
     machine = {'cores': cores(), 'python': platform.python_version(), 'torch': torch.__version__}
-    asked = {name: getattr(options, name) for name in ('seconds', 'threads', 'rewrites', 'seed')}
-    result = {'benchmark': 'policy_under_load', 'machine': machine, 'options': asked, 'good': good(found), **found}
+    asked = {name: getattr(chosen, name) for name in ('seconds', 'threads', 'rewrites', 'seed')}
+    result = {'benchmark': 'policy_under_load', 'machine': machine, 'options': asked, 'good': is_good(found), **found}
     print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + '\n', encoding='utf-8')
+    write_json(chosen.json, result)
     return 0 if result['good'] else 1
 
 

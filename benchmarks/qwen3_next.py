@@ -1,23 +1,23 @@
-"""transformers' Qwen3-Next on a GPU with these operations, with flash-linear-attention's and with neither, in one run on one
-card: prefill, decoding and a training step.
+"""Measures transformers' Qwen3-Next on a GPU with this package, with flash-linear-attention and with neither, in one run on
+one card: prefill, decoding and a training step.
 
     python benchmarks/qwen3_next.py --json benchmarks/results/qwen3_next.json --fla folder/of/fla-core
 
-Four layers (three of the gated delta rule, one of attention) at the widths of Qwen3-Next-80B-A3B, its ten active experts
-being all there are, in bfloat16 with random weights, the same for all; attention is PyTorch's, without cuDNN's: that plans
-each number of keys when it first sees it, and the first row would pay for all. transformers takes the two functions of
-the gated delta rule from `fla` and nothing else; in the rows with modules, its short convolutions and gated norms are put
-in their place too, by this benchmark.
+The model has four layers (three of the gated delta rule, one of attention) at the widths of Qwen3-Next-80B-A3B, with ten
+experts, all active, in bfloat16. Its random weights are the same in all rows. Attention is PyTorch's without cuDNN: cuDNN
+plans each new number of keys, which the first row would pay for. transformers takes only the two functions of the gated
+delta rule from `fla`. In rows with `modules`, this benchmark also replaces its short convolutions and gated norms.
 
-`gpu_ms` is the median time on the GPU with what fits into its queue launched before it starts, `wall_ms` the least mean
-time of calls in a row: the larger one counts where a model is run like this. Decoding goes on behind 1024 tokens, eager
-with a cache that grows and as a CUDA graph with a static one. A training step is forward and backward, nothing recomputed,
-no optimizer. Errors are relative RMS against transformers' own PyTorch path in float32 with the same weights: the logits of
-the last 1024 tokens or of 16 steps, the loss, and all gradients as one vector.
+The JSON holds a row for each phase, shape, backend and choice of modules. `gpu_ms` is the median GPU time of a call whose
+kernels were launched beforehand, as far as they fit into the GPU's queue. `wall_ms` is the mean time of consecutive calls,
+the minimum over rounds. The larger of the two is what a user of the model sees. Decoding continues after 1024 tokens,
+eagerly with a growing cache and as a CUDA graph (`graph_*`) with a static one. A training step is forward and backward,
+without recomputation or optimizer. `errors` are relative RMS errors against transformers' own PyTorch code in float32 with
+the same weights, of the logits of the last 1024 tokens or of 16 steps, of the loss, and of all gradients as one vector.
 
-FLA runs in a process of its own, because its import name is `fla` too: put the folder that its distribution was unpacked
-into after --fla. The result is written after each row, so that a run may be stopped. --dry tries everything on a CPU, at
-sizes that mean nothing.
+FLA runs in a separate process, because both packages are imported as `fla`: --fla takes the folder in which its
+distribution was unpacked. The file is written after each row, so that a run may be interrupted. --quick runs everything on a
+CPU, with a tiny model.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from _fla_process import FLA, fla_rows
 from _gpu import gpu_ms, peak_mib, wall_ms
-from _module_cases import relative
 from _qwen3_next import (
     CACHE,
     SIZES,
@@ -45,25 +42,25 @@ from _qwen3_next import (
     check_found,
     fingerprint,
     in_float32,
-    plain,
     serves,
+    transformers_alone,
     with_modules,
 )
-from _results import ResultFile, command, machine, said
+from _results import ResultFile, command, error_line, has_gpu, machine, parser, print_lines, relative_rms
 
 OURS, TRANSFORMERS = 'this package', 'transformers'
-# phase → batch and length of what is put in; for decoding of what it goes on from
+# phase → batch and length of the tokens; of the prompt for decoding
 CASES = {'prefill': [(1, 8192), (4, 2048)], 'decode': [(1, 1024), (32, 1024)], 'train': [(4, 2048)]}
-DRY = {'prefill': [(1, 80), (2, 40)], 'decode': [(1, 8), (3, 8)], 'train': [(2, 40)]}
-KEPT, STEPS = 1024, 16
-# steps that a static cache has room for: more than are taken
+QUICK = {'prefill': [(1, 80), (2, 40)], 'decode': [(1, 8), (3, 8)], 'train': [(2, 40)]}
+LOGITS, STEPS = 1024, 16
+# room for steps in a static cache: more than are taken
 ROOM = 512
 
 Results = dict[str, list[torch.Tensor]]
 
 
 class Prefill:
-    """All tokens at once, into a cache; the logits of the last."""
+    """Runs all tokens at once, with a cache; computes the logits of the last token."""
 
     def __init__(self, model: Model, tokens: torch.Tensor) -> None:
         self.model, self.tokens = model, tokens
@@ -74,11 +71,11 @@ class Prefill:
 
     def results(self) -> Results:
         with torch.no_grad():
-            return {'logits': [self.model(self.tokens, use_cache=True, logits_to_keep=KEPT).logits]}
+            return {'logits': [self.model(self.tokens, use_cache=True, logits_to_keep=LOGITS).logits]}
 
 
 class Decode:
-    """One step, which adds to the cache; the cache grows."""
+    """Runs one step, with a cache that grows."""
 
     def __init__(self, model: Model, tokens: torch.Tensor) -> None:
         self.model, self.tokens = model, tokens
@@ -99,7 +96,7 @@ class Decode:
         return logits
 
     def results(self) -> Results:
-        """Of the first steps, whatever was decoded before."""
+        """Returns the results of the first steps, with a new cache."""
         self.cache = self.new_cache()
         self.fill()
         return {'logits': self.steps()}
@@ -113,18 +110,18 @@ class Decode:
 
 
 class DecodeInGraph(Decode):
-    """One step as a CUDA graph; on a CPU the same without one."""
+    """Runs one step as a CUDA graph; on a CPU eagerly, with the same static cache."""
 
     def __init__(self, model: Model, tokens: torch.Tensor) -> None:
         super().__init__(model, tokens)
         self.graph: torch.cuda.CUDAGraph | None = None
         if tokens.is_cuda:
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
                 for _ in range(3):
                     super().__call__()
-            torch.cuda.current_stream().wait_stream(aside)
+            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self.logits = super().__call__()
@@ -146,7 +143,7 @@ class DecodeInGraph(Decode):
 
 
 class Train:
-    """Forward and backward of the loss."""
+    """Runs forward and backward of the loss."""
 
     def __init__(self, model: Model, tokens: torch.Tensor) -> None:
         self.model, self.tokens = model, tokens
@@ -167,19 +164,19 @@ class Train:
 PHASES: dict[str, type[Prefill | Decode | Train]] = {'prefill': Prefill, 'decode': Decode, 'train': Train}
 
 
-def error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """Relative RMS over all of them as one."""
+def relative_error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """Returns the relative RMS error of all tensors as one vector."""
     if len(found) == 1:
-        return relative(found[0], exact[0])
-    off = sum(float((one.double() - other.double()).square().sum()) for one, other in zip(found, exact, strict=True))
-    return float((off / sum(float(one.double().square().sum()) for one in exact)) ** 0.5)
+        return relative_rms(found[0], exact[0])
+    difference = sum(float((one.double() - other.double()).square().sum()) for one, other in zip(found, exact, strict=True))
+    return float((difference / sum(float(one.double().square().sum()) for one in exact)) ** 0.5)
 
 
-def times(call: Callable[[], object], dry: bool) -> dict[str, float]:
-    """In ms, of a call that has run before; a slow one is repeated less."""
+def times(call: Callable[[], object], on_cpu: bool) -> dict[str, float]:
+    """Returns times in ms of a call that has run before; a slow one is repeated less often."""
     began = time.perf_counter()
     call()
-    if dry:
+    if on_cpu:
         return {'wall_ms': (time.perf_counter() - began) * 1e3}
     torch.cuda.synchronize()
     once = (time.perf_counter() - began) * 1e3
@@ -192,29 +189,29 @@ def times(call: Callable[[], object], dry: bool) -> dict[str, float]:
 
 
 def measured(model: Model, phase: str, tokens: torch.Tensor, exact: Results) -> dict[str, Any]:
-    """Times, memory and errors of one phase as the model runs now."""
-    dry = not tokens.is_cuda
+    """Returns times, memory and errors of one phase, as the model runs in the current contexts."""
+    on_cpu = not tokens.is_cuda
     began = time.perf_counter()
     call = PHASES[phase](model, tokens)
     call()
-    if not dry:
+    if not on_cpu:
         torch.cuda.synchronize()
-    row: dict[str, Any] = {'first_s': time.perf_counter() - began, **ran(call), **times(call, dry)}
-    if not dry:
+    row: dict[str, Any] = {'first_s': time.perf_counter() - began, **ran(call), **times(call, on_cpu)}
+    if not on_cpu:
         row['peak_mib'] = peak_mib(call)
-    row['errors'] = {name: error(found, exact[name]) for name, found in call.results().items()}
+    row['errors'] = {name: relative_error(found, exact[name]) for name, found in call.results().items()}
     if phase == 'decode':
         try:
             graphed = DecodeInGraph(model, tokens)
-            row['errors'] |= {name: error(found, exact['logits']) for name, found in graphed.results().items()}
-            row |= {f'graph_{name}': value for name, value in times(graphed, dry).items()}
-        except Exception as refused:
-            row['graph_refused'] = said(refused)
+            row['errors'] |= {name: relative_error(found, exact['logits']) for name, found in graphed.results().items()}
+            row |= {f'graph_{name}': value for name, value in times(graphed, on_cpu).items()}
+        except Exception as error:
+            row['graph_refused'] = error_line(error)
     return row
 
 
 def ran(call: Callable[[], object]) -> dict[str, dict[str, int]]:
-    """Which of our backends ran how often in one call; FLA has no such list."""
+    """Returns how often each backend ran in one call; an empty dict for FLA, which has no trace."""
     try:
         from fla.backends import trace
     except ImportError:
@@ -225,22 +222,22 @@ def ran(call: Callable[[], object]) -> dict[str, dict[str, int]]:
 
 
 def reference(wide: Model, phase: str, tokens: torch.Tensor) -> Results:
-    """What transformers' own PyTorch path computes in float32."""
-    with plain(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    """Returns the results of transformers' own PyTorch code in float32."""
+    with transformers_alone(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         return PHASES[phase](wide, tokens).results()
 
 
-def rows(package: str, phases: list[str], dry: bool) -> Iterator[dict[str, Any]]:
-    """Of this process: a package named `fla`, without and with modules, and transformers alone beside ours."""
-    device = 'cpu' if dry else 'cuda'
-    if not dry:
+def rows(package: str, phases: list[str], quick: bool) -> Iterator[dict[str, Any]]:
+    """Yields this process's rows: of its `fla`, without and with modules and, beside ours, of transformers alone."""
+    device = 'cpu' if quick else 'cuda'
+    if not quick:
         torch.backends.cuda.enable_cudnn_sdp(False)
-    model = build(TINY if dry else SIZES, device)
+    model = build(TINY if quick else SIZES, device)
     weights = fingerprint(model)
     wide = in_float32(model)
     variants = [(package, False), (package, True), *([(TRANSFORMERS, False)] if package == OURS else [])]
     for phase in phases:
-        for shape in (DRY if dry else CASES)[phase]:
+        for shape in (QUICK if quick else CASES)[phase]:
             generator = torch.Generator(device).manual_seed(1)
             tokens = torch.randint(model.config.vocab_size, shape, generator=generator, device=device)
             exact = reference(wide, phase, tokens)
@@ -249,55 +246,49 @@ def rows(package: str, phases: list[str], dry: bool) -> Iterator[dict[str, Any]]
                 try:
                     if backend != TRANSFORMERS:
                         check_found(model)
-                    with plain() if backend == TRANSFORMERS else contextlib.nullcontext():
+                    with transformers_alone() if backend == TRANSFORMERS else contextlib.nullcontext():
                         with with_modules(model) if modules else contextlib.nullcontext():
                             row['serves'] = serves(model)
                             row |= measured(model, phase, tokens, exact)
-                except Exception as refused:
-                    row['refused'] = said(refused)
+                except Exception as error:
+                    row['refused'] = error_line(error)
                 yield row
                 model.zero_grad()
                 gc.collect()
-                if not dry:
+                if not quick:
                     torch.cuda.empty_cache()
             del exact
 
 
-def of_fla(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of the process for FLA; where it ends early, one that says so."""
-    again = [*(['--dry'] if options.dry else []), *(f'--only={phase}' for phase in options.only or ())]
+def rows_of_fla(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the process for FLA, and a row with the error if it ends early."""
+    repeated = [*(['--quick'] if options.quick else []), *(f'--only={phase}' for phase in options.only or ())]
     try:
-        yield from fla_rows(__file__, again, options.fla)
+        yield from fla_rows(__file__, repeated, options.fla)
     except SystemExit as ended:
         yield {'backend': FLA, 'refused': str(ended)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--json', type=Path, help='write the results there, after each row')
-    parser.add_argument('--fla', type=Path, help='folder of an unpacked fla-core: measure it as well')
-    parser.add_argument('--only', choices=CASES, action='append', help='only this phase')
-    parser.add_argument('--dry', action='store_true', help='try it on a CPU, at tiny sizes; its times mean nothing')
-    parser.add_argument('--lines', action='store_true', help='a JSON object a line: how the process for FLA answers')
-    options = parser.parse_args(arguments)
-    if not options.dry and not torch.cuda.is_available():
-        print('This model needs a GPU: nothing is measured here.')
+    options = parser(__doc__, peer=True)
+    options.add_argument('--only', choices=CASES, action='append', help='measure only this phase')
+    chosen = options.parse_args(arguments)
+    if not chosen.quick and not has_gpu():
         return
-    phases = options.only or list(CASES)
-    if options.lines:
-        for row in rows(FLA, phases, options.dry):
-            print(json.dumps(row), flush=True)
+    phases = chosen.only or list(CASES)
+    if chosen.lines:
+        print_lines(rows(FLA, phases, chosen.quick))
         return
-    about = machine(options.dry, fla=options.fla)
+    about = machine(chosen.quick, fla=chosen.fla)
     about['versions']['transformers'] = transformers.__version__
-    results = ResultFile(options.json, 'qwen3_next', **about, command=command('qwen3_next', options, 'only'))
-    for row in rows(OURS, phases, options.dry):
+    results = ResultFile(chosen.json, 'qwen3_next', **about, command=command('qwen3_next', chosen, 'only'))
+    for row in rows(OURS, phases, chosen.quick):
         results.add(row)
     gc.collect()
-    if not options.dry:
+    if not chosen.quick:
         torch.cuda.empty_cache()
-    if options.fla:
-        for row in of_fla(options):
+    if chosen.fla:
+        for row in rows_of_fla(chosen):
             results.add(row)
     results.complete()
 

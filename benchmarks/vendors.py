@@ -1,37 +1,37 @@
-"""Vendors' kernels, FlashQLA and FlashKDA, on a GPU: errors against float64 beside those of the default, then times.
+"""Measures vendors' kernels, FlashQLA and FlashKDA, on a GPU: errors beside those of the default backend, then times.
 
     pip install -e '.[vendor]'
     python benchmarks/vendors.py --json benchmarks/results/vendors.json
-    python benchmarks/vendors.py --only qla.packed kda              # cases by the beginning of their names
+    python benchmarks/vendors.py --only qla.packed kda              # cases whose names begin so
 
-Each case runs in a process of its own, some at a time, since most of it is compilation; times follow when all are done. An
-error is a relative RMS; one beyond the bound of tests/bounds.py is marked `!!`, and the exit status is 1 if there is any, or
-a case that fails. Where a package is missing its cases are said to be left out. Inputs are normal, never zeros.
+Each case runs in a separate process, several at a time because most of a case is compilation. Times follow when all cases
+are done. An error beyond the bound of tests/bounds.py is marked `!!`; the exit status is 1 if there is one or if a case
+fails. Cases of a package that is not installed are left out, which is printed. Inputs are normal, never zeros.
+
+The JSON holds `cases` and `times`. A case has `errors` as [vendor, default, bound] (relative RMS errors against float64),
+`same_bits` (two calls gave the same bits), `others` (whether compiled code, a CUDA graph and an exported program equal eager
+code), and the seconds of the probe and of the first use. A row of `times` has GPU times in ms and peak memory in MiB, of the
+vendor's backend or of the default. --quick: the cases of one step, without times.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
-
-# the root, for the bounds of the tests
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from _gpu import gpu_ms, peak_mib
-from _machine import cores, repeatable
-from _results import said
+from _gpu import time_call
+from _results import ROOT, error_line, has_gpu, machine, parser, without_json, write_json
+
+# for the bounds of the tests
+sys.path.insert(1, str(ROOT))
 
 from fla.backends import explain, trace, use_backend
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -45,9 +45,9 @@ DISTRIBUTIONS = {'qla': 'flash-qla', 'kda': 'tokenspeed-flashkda'}
 TOGGLES = {'FLA_FLASH_QLA': '1', 'FLA_FLASH_KDA': '1'}
 TYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
 FLOATS = ('q', 'k', 'v', 'g', 'beta', 'initial_state', 'A_log', 'dt_bias')
-# both kernels know no other
+# the only size that both kernels support
 DIM = 128
-# each other number of heads is compiled anew by FlashQLA
+# FlashQLA compiles anew for each number of heads
 HEADS = 4
 PACKED, EMPTY = [64, 1, 300, 65, 128], [0, 64, 0, 1, 300, 65, 0]
 
@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     'qla.vfirst.bf16gates': {'B': 2, 'T': 200, 'initial': 'fp32', 'v_first': True, 'gates': 'bf16', 'l2norm': True},
     'qla.fp16': {'B': 2, 'T': 512, 'dtype': 'fp16'},
     'qla.strong': {'B': 2, 'T': 300, 'strength': 20.0, 'initial': 'fp32'},
-    # one sequence: FlashQLA splits it over the GPU
+    # one sequence, which FlashQLA splits over the GPU
     'qla.long': {'T': 8192, 'initial': 'fp32'},
     'qla.long.weak': {'T': 8192, 'strength': 1e-3, 'initial': 'fp32'},
     'qla.grouped': {'B': 2, 'T': 256, 'HV': 8},
@@ -102,7 +102,8 @@ def arguments(
     shift: float = 0.0,
     heads: int = HEADS,
 ) -> dict[str, Any]:
-    """Arguments of the public function, on the GPU. FlashKDA takes raw gates and logits, FlashQLA finished ones."""
+    """Returns arguments of the public function, on the GPU: raw gates and logits for FlashKDA, finished ones for
+    FlashQLA."""
     generator = torch.Generator('cuda').manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -133,7 +134,7 @@ def arguments(
 
 
 def results(kind: str, backend: str, given: dict[str, Any], wide: bool = False) -> dict[str, torch.Tensor]:
-    """o, the final state and, of FlashQLA's operation, gradients: FlashKDA has none."""
+    """Returns o, the final state and, for FlashQLA's operation, gradients. FlashKDA has no backward."""
     backward = kind == 'qla'
     tensors = {name: x.double() if wide else x.clone() for name, x in given.items() if name in FLOATS}
     leaves = {name: x.requires_grad_(backward) for name, x in tensors.items()}
@@ -153,7 +154,7 @@ def results(kind: str, backend: str, given: dict[str, Any], wide: bool = False) 
 
 
 def case(name: str) -> dict[str, Any]:
-    """One case: errors as [vendor, default, bound], whether twice the same gave the same bits, seconds of first use."""
+    """Returns the measurements of one case; see the module's docstring."""
     kind = family(name)
     given = arguments(kind, **CASES[name])
     vendor = VENDORS[kind]
@@ -172,7 +173,7 @@ def case(name: str) -> dict[str, Any]:
     errors = {}
     for what, right in exact.items():
         bound = bounds.of_kernel(what, given['q'].dtype)[0]
-        # see tests/bounds.py: the terms of the gates' gradient cancel
+        # the terms of the gates' gradient cancel, see tests/bounds.py
         terms = (given['q'].double() * exact['dq']).sum(-1) if what == 'dg' else right.new_zeros(1)
         floor = bounds.GATE_FLOOR * float(terms.square().mean().sqrt())
         errors[what] = [*(bounds.relative_rms(right, found[what], floor) for found in (mine, default)), bound]
@@ -185,8 +186,8 @@ def case(name: str) -> dict[str, Any]:
     }
 
 
-class Whole(torch.nn.Module):
-    """A function as a model, with some arguments given."""
+class FunctionModule(torch.nn.Module):
+    """A function as a module, with some arguments bound."""
 
     def __init__(self, function: Callable[..., Any], rest: dict[str, Any]) -> None:
         super().__init__()
@@ -197,8 +198,8 @@ class Whole(torch.nn.Module):
 
 
 def elsewhere(kind: str, vendor: str, given: dict[str, Any], every: bool) -> dict[str, str]:
-    """Whether a compiled caller and a CUDA graph and, if `every`, code compiled to graphs and an exported program get what
-    eager code gets: 'equal', 'differs', or what was raised."""
+    """Compares eager code with a compiled caller, a CUDA graph and, if `every`, code compiled to CUDA graphs and an exported
+    program. Returns 'equal', 'differs' or an error for each."""
     function, operation = FUNCTIONS[kind], OPERATIONS[kind]
     tensors = {name: x for name, x in given.items() if name in FLOATS}
     rest = {name: x for name, x in given.items() if name not in FLOATS}
@@ -221,20 +222,20 @@ def elsewhere(kind: str, vendor: str, given: dict[str, Any], every: bool) -> dic
 
     def compiled_to_graphs() -> tuple[torch.Tensor, ...]:
         run = torch.compile(lambda **t: function(**t, **rest), fullgraph=True, mode='reduce-overhead')
-        # the first of these warms up, the second captures, the third replays
+        # the first call warms up, the second captures, the third replays
         for _ in range(3):
             torch.compiler.cudagraph_mark_step_begin()
             out = run(**tensors)
         return tuple(x.clone() for x in out)
 
     def exported() -> tuple[torch.Tensor, ...]:
-        return tuple(torch.export.export(Whole(function, rest), (), tensors, strict=False).module()(**tensors))
+        return tuple(torch.export.export(FunctionModule(function, rest), (), tensors, strict=False).module()(**tensors))
 
     ways = {'compiled': compiled, 'captured': captured}
     if every:
         ways |= {'reduce-overhead': compiled_to_graphs, 'exported': exported}
     found = {}
-    # cases of one process compile the same functions, more often than Dynamo does anew
+    # the cases of a process would exceed Dynamo's limit of recompilations
     torch.compiler.reset()
     with use_backend(vendor, op=operation), torch.no_grad():
         right = eager()
@@ -242,12 +243,12 @@ def elsewhere(kind: str, vendor: str, given: dict[str, Any], every: bool) -> dic
             try:
                 found[what] = 'equal' if all(map(torch.equal, right, run())) else 'differs'
             except Exception as error:
-                found[what] = said(error)
+                found[what] = error_line(error)
     return found
 
 
 def times(kind: str, shape: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
-    """Of one shape: of the vendor and of the default, with norms of q and k in the kernel and, FlashQLA, before it."""
+    """Yields times of one shape, of the vendor and of the default. FlashQLA is also measured without norms in the kernel."""
     batch, length, heads = shape
     operation = OPERATIONS[kind]
     for l2norm in (True, False) if kind == 'qla' else (True,):
@@ -261,6 +262,7 @@ def times(kind: str, shape: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
 
 
 def measured(function: Callable[..., Any], given: dict[str, Any], do: torch.Tensor, backward: bool) -> dict[str, Any]:
+    """Returns times and peak memory of forward and, with `backward`, of forward with backward."""
     leaves = {name: x.detach().requires_grad_() for name, x in given.items() if name in FLOATS}
 
     def forward() -> None:
@@ -272,15 +274,12 @@ def measured(function: Callable[..., Any], given: dict[str, Any], do: torch.Tens
 
     row: dict[str, Any] = {}
     for name, run in (('forward', forward), *([('both', both)] if backward else [])):
-        try:
-            row |= {f'{name}_ms': gpu_ms(run), f'{name}_peak_mib': peak_mib(run)}
-        except Exception as error:
-            row[f'{name}_refused'] = said(error)
+        row |= time_call(name, run)
     return row
 
 
-def in_a_process(name: str, seconds: float) -> dict[str, Any]:
-    """`case(name)` in a child; {'failed': its last words} where that does not work."""
+def case_in_process(name: str, seconds: float) -> dict[str, Any]:
+    """Runs `case(name)` in a child process; returns {'failed': the end of its output} if that fails."""
     command = [sys.executable, __file__, '--case', name]
     try:
         done = subprocess.run(
@@ -294,18 +293,8 @@ def in_a_process(name: str, seconds: float) -> dict[str, Any]:
     return dict(json.loads(line))
 
 
-def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {'python': platform.python_version(), 'torch': torch.__version__}
-    for name in ('triton', *DISTRIBUTIONS.values()):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def shown(row: dict[str, Any]) -> str:
-    """One case as a line."""
+def line_of(row: dict[str, Any]) -> str:
+    """Formats a case as a line."""
     if 'errors' not in row:
         return next(f'{what} {row[what]}' for what in ('failed', 'refused') if what in row)
     cells = [
@@ -316,66 +305,59 @@ def shown(row: dict[str, Any]) -> str:
     return f'vendor/default: {"  ".join(cells)} | same bits: {row["same_bits"]}, {others} | {seconds}'
 
 
-def wrong(row: dict[str, Any]) -> bool:
+def is_wrong(row: dict[str, Any]) -> bool:
+    """Whether a case failed, was refused or has an error beyond its bound."""
     return 'errors' not in row or any(not mine <= bound for mine, _, bound in row['errors'].values())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--json', type=Path, metavar='PATH', help='write the results there')
-    parser.add_argument('--only', nargs='+', default=[''], metavar='NAME', help=f'of {", ".join(CASES)}')
-    parser.add_argument('--no-times', action='store_true', help='errors only')
-    parser.add_argument('--jobs', type=int, default=6, help='cases at a time (default: 6)')
-    parser.add_argument('--timeout', type=float, default=600, metavar='S', help='of a case (default: 600)')
-    parser.add_argument('--case', choices=list(CASES), help='this case here, with tracebacks; prints JSON')
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print('nothing is measured: this needs an NVIDIA GPU')
+    options = parser(__doc__)
+    options.add_argument('--only', nargs='+', default=[''], metavar='NAME', help=f'beginnings of names: {", ".join(CASES)}')
+    options.add_argument('--no-times', action='store_true', help='measure only errors')
+    options.add_argument('--jobs', type=int, default=6, help='cases at a time (default: 6)')
+    options.add_argument('--timeout', type=float, default=600, metavar='S', help='seconds for a case (default: 600)')
+    options.add_argument('--case', choices=list(CASES), help='run this case in this process and print its JSON')
+    chosen = options.parse_args()
+    if not has_gpu():
         return 0
-    if options.case:
+    if chosen.case:
         os.environ.update(TOGGLES)
-        print(json.dumps(case(options.case)))
+        print(json.dumps(case(chosen.case)))
         return 0
-    names = [name for name in CASES if name.startswith(tuple(options.only))]
+    if chosen.quick:
+        chosen.only, chosen.no_times = ['qla.one', 'kda.one'], True
+    names = [name for name in CASES if name.startswith(tuple(chosen.only))]
     if not names:
-        parser.error(f'no case begins with {" or ".join(options.only)}')
-    installed = versions()
-    missing = [kind for kind in VENDORS if installed[DISTRIBUTIONS[kind]] is None]
+        options.error(f'no case begins with {" or ".join(chosen.only)}')
+    about = machine(packages=tuple(DISTRIBUTIONS.values()))
+    missing = [kind for kind in VENDORS if DISTRIBUTIONS[kind] not in about['versions']]
     for kind in missing:
         print(f'{DISTRIBUTIONS[kind]} is not installed: its cases are left out')
     names = [name for name in names if family(name) not in missing]
     result: dict[str, Any] = {
         'benchmark': 'vendors',
-        'card': torch.cuda.get_device_name(),
-        'versions': installed,
-        'cores': cores(),
-        'command': ' '.join(['python', 'benchmarks/vendors.py', *repeatable(sys.argv[1:])]),
+        **about,
+        'command': ' '.join(['python', 'benchmarks/vendors.py', *without_json(sys.argv[1:])]),
         'cases': {},
         'times': [],
     }
-
-    def keep() -> None:
-        # after each row: what was measured is not lost if a later one ends the process
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(result, indent=1) + '\n')
-
-    print(result['card'], installed, flush=True)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for name, row in zip(names, pool.map(lambda name: in_a_process(name, options.timeout), names), strict=True):
+    print(about['card'], about['versions'], flush=True)
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        measurements = pool.map(lambda name: case_in_process(name, chosen.timeout), names)
+        for name, row in zip(names, measurements, strict=True):
             result['cases'][name] = {'options': CASES[name], **row}
-            print(f'{name:<26} {shown(row)}', flush=True)
-            keep()
-    if not options.no_times:
+            print(f'{name:<26} {line_of(row)}', flush=True)
+            write_json(chosen.json, result)
+    if not chosen.no_times:
         os.environ.update(TOGGLES)
         for kind in {family(name): None for name in names}:
             for shape in SHAPES:
                 for row in times(kind, shape):
                     result['times'].append(row)
                     print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-                    keep()
-    bad = [name for name in names if wrong(result['cases'][name])]
-    print(f'beyond a bound, refused or failed: {", ".join(bad) or "nothing"}')
+                    write_json(chosen.json, result)
+    bad = [name for name in names if is_wrong(result['cases'][name])]
+    print(f'beyond a bound, refused or failed: {", ".join(bad) or "none"}')
     return 1 if bad else 0
 
 

@@ -1,6 +1,9 @@
-"""Writes what tests on a GPU came to, file by file, for `benchmarks/results`:
+"""A pytest plugin that writes the outcomes of a GPU's tests, by file, for `benchmarks/results`:
 
 pytest -n 8 -m 'gpu and not slow' -p tests.gpu_report --gpu-report benchmarks/results/gpu_tests_h200.json
+
+The JSON holds the cards, versions, commit and command, `complete` (the run was not interrupted), and a row for each file
+with counts of outcomes, names of failed tests and reasons of skips.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ PACKAGES = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption('--gpu-report', type=Path, help='write outcomes there, by file')
+    parser.addoption('--gpu-report', type=Path, help='write outcomes by file to this JSON file')
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Report:
-    """Outcomes by file, and why tests were skipped or failed; a test counts once, by the worst that happened to it."""
+    """Collects outcomes by file. A test counts once; a failure of its call, setup or teardown prevails."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -69,6 +72,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
+    """Returns the cards, CPU cores, versions of installed packages, and the commit."""
     versions = {'python': platform.python_version(), 'torch': torch.__version__}
     for name in PACKAGES:
         try:
@@ -82,7 +86,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """None where there is no repository, and no `GPU_REPORT_COMMIT` says it."""
+    """Returns `GPU_REPORT_COMMIT` or the checkout's commit; None without either."""
     if 'GPU_REPORT_COMMIT' in os.environ:
         return os.environ['GPU_REPORT_COMMIT']
     done = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -90,7 +94,7 @@ def commit() -> str | None:
 
 
 def command(config: pytest.Config) -> str:
-    """As a reader can repeat it."""
+    """Returns the command as a reader can repeat it, without paths of this machine."""
     words = [re.sub(rf'^{re.escape(str(ROOT))}/', '', str(word)) for word in config.invocation_params.args]
     words = [Path(word).name if Path(word) == config.option.gpu_report else word for word in words]
     quoted = [f"'{word}'" if ' ' in word else word for word in words]

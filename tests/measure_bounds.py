@@ -1,4 +1,4 @@
-"""Measures what the bounds of tests/bounds.py were made from. By itself, because a bound needs no delta rule.
+"""Measures the errors from which the bounds of tests/bounds.py were derived.
 
 python -m tests.measure_bounds       # one draw of the grid
 python -m tests.measure_bounds 5
@@ -17,7 +17,8 @@ from tests.ops import delta_rules as rules
 
 
 def main(draws: int = 1) -> None:
-    """Print the largest error of the reference and of `HalfOperands` for every quantity, over the grid and some draws."""
+    """Prints the largest errors of the reference and of `HalfOperands` for each quantity, over the grid and `draws`
+    draws."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for half in (False, True):
             if half and dtype not in bounds.ROUNDING:

@@ -1,4 +1,4 @@
-"""What the bounds of the delta rules off the grid are made with: the reference, multiplying what the algorithm does."""
+"""`AlgorithmOperands`, from which the delta rules' bounds off the grid come: the reference with the algorithm's products."""
 
 from collections import Counter
 from functools import partial
@@ -13,7 +13,7 @@ from tests.ops.delta_rules import CHUNKED, RAW, case, measure, name_of
 from tests.ops.kernels import EVERYTHING, call, emulate
 
 SIGMOID = {'use_beta_sigmoid_in_kernel': True, 'allow_neg_eigval': True}
-# no norms where there is one channel: they leave its sign alone, and gradients that are nothing but rounding
+# no norms for a single channel: they would leave only its sign, and gradients that are pure rounding
 SHAPES = {
     'one channel': {'T': 130, 'B': 2, 'H': 2, 'HV': 4, 'K': 1, 'V': 5},
     'one channel, packed': {'lens': [0, 1, 65, 0, 20], 'HV': 2, 'K': 1, 'V': 5, 'state_v_first': True, **SIGMOID},
@@ -34,7 +34,7 @@ def errors(function, given, mode):
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
 @every_shape
 @every_chunked
-def test_without_rounding_it_is_the_definition(function, shape, dtype):
+def test_without_rounding_equals_the_definition(function, shape, dtype):
     given = case(function, dtype=dtype, **SHAPES[shape])
     for name, (rms, row, _) in errors(function, given, bounds.AlgorithmOperands(dtype, given.per_channel)).items():
         assert rms <= bounds.EXACT[dtype], name
@@ -44,8 +44,8 @@ def test_without_rounding_it_is_the_definition(function, shape, dtype):
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
 @every_shape
 @every_chunked
-def test_every_function_that_rounds_is_called(monkeypatch, function, shape, dtype):
-    """By each of the draws, and none is left behind."""
+def test_each_replacement_is_called_and_removed(monkeypatch, function, shape, dtype):
+    """Each draw calls each replaced function, and the originals are restored."""
     given = case(function, dtype=dtype, **SHAPES[shape])
     before, called = dict(vars(chunked)), Counter()
     replaced = bounds.AlgorithmOperands.replaced
@@ -68,8 +68,8 @@ def test_every_function_that_rounds_is_called(monkeypatch, function, shape, dtyp
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
 @every_chunked
-def test_the_inverse_is_an_operand(function, dtype):
-    """All but its diagonal of ones, forward and backward. KDA's gradient of the system is made from the inverse's."""
+def test_inverse_is_rounded_as_an_operand(function, dtype):
+    """All but its diagonal of ones, forward and backward. KDA computes the system's gradient from the inverse's."""
     torch.manual_seed(0)
     lower, right, gradient = (torch.randn(2, 32, n) for n in (32, 6, 6))
     lower = (lower / 8).tril(-1).requires_grad_()
@@ -90,14 +90,14 @@ def test_the_inverse_is_an_operand(function, dtype):
     else:
         slope = -times(wanted, expected.mT).tril(-1)
     for ours, theirs in ((solved, expected), (d_right, wanted), (d_lower, slope)):
-        # a rounding may go the other way for what was computed in another order
+        # values computed in another order may round the other way
         assert bounds.relative_rms(theirs.detach(), ours.detach()) < bounds.ROUNDING[dtype] / 100
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
 @every_chunked
-def test_a_single_channel_is_multiplied_decayed(function, dtype):
-    """Products of narrow numbers of one channel are exact, and of one gate a head they stay so."""
+def test_single_channel_is_decayed_before_the_product(function, dtype):
+    """For one gate a head, products of half-precision numbers of one channel are exact; KDA rounds the decayed ones."""
     torch.manual_seed(0)
     x, y, k = (torch.randn(2, 64, 1).to(dtype).float() for _ in range(3))
     g = -torch.rand(2, 64, 1, dtype=torch.float64).cumsum(-2) / 4
@@ -110,8 +110,8 @@ def test_a_single_channel_is_multiplied_decayed(function, dtype):
 
 
 def test_single_channels_err_more():
-    """In the gradient of the gates this is most of the error, which `HalfOperands` alone misses. Of two channels it does
-    not."""
+    """For one channel this rounding is most of the error of the gates' gradient, which `HalfOperands` alone misses. For two
+    channels it is not."""
     ratios = []
     for channels in (1, 2):
         given = case(chunk_kda, dtype=torch.bfloat16, B=2, T=333, H=2, HV=4, K=channels, V=5)

@@ -1,5 +1,4 @@
-"""benchmarks/delta_rules.py and launch_options.py on a CPU, with the clocks of a GPU replaced: which calls they time, and
-what a row holds."""
+"""benchmarks/delta_rules.py and launch_options.py on a CPU, with the GPU's clocks replaced: measured calls and rows."""
 
 import importlib
 
@@ -11,7 +10,7 @@ from tests import markdown
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def load(monkeypatch):
     monkeypatch.syspath_prepend(str(markdown.ROOT / 'benchmarks'))
     monkeypatch.setattr(torch.cuda, 'synchronize', lambda: None)
     monkeypatch.setattr(importlib.import_module('_delta_rule_inputs'), 'DEVICE', 'cpu')
@@ -20,17 +19,18 @@ def benchmark(monkeypatch):
         function()
         return 1.0
 
-    def load(name):
+    def with_replaced_clocks(name):
         module = importlib.import_module(name)
-        for clock in ('gpu_ms', 'wall_ms', 'peak_mib'):
-            monkeypatch.setattr(module, clock, ms, raising=False)
+        for user in (module, importlib.import_module('_gpu')):
+            for clock in ('gpu_ms', 'wall_ms', 'peak_mib'):
+                monkeypatch.setattr(user, clock, ms, raising=False)
         return module
 
-    return load
+    return with_replaced_clocks
 
 
-def test_rows(benchmark, monkeypatch):
-    delta_rules = benchmark('delta_rules')
+def test_rows(load, monkeypatch):
+    delta_rules = load('delta_rules')
     monkeypatch.setattr(delta_rules, 'PACKED', (3, 40, 2, 16))
     with trace() as recorded:
         rows = list(delta_rules.rows(['reference'], ['kda'], [(2, 64, 2, 16)], ['chunk', 'packed', 'bounded']))
@@ -46,9 +46,9 @@ def test_rows(benchmark, monkeypatch):
 
 
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
-def test_a_variant(benchmark, monkeypatch, packed):
-    launch_options = benchmark('launch_options')
-    benchmark('delta_rules')
+def test_variant(load, monkeypatch, packed):
+    launch_options = load('launch_options')
+    load('delta_rules')
     monkeypatch.setattr(launch_options, 'by_kernel', lambda function: {'a kernel': [1, 1.0]})
     with trace() as recorded:
         row, first = launch_options.measured('gated_delta_rule', (2, 64, 2, 16), packed, None)

@@ -1,4 +1,4 @@
-"""The plugin that writes what tests on a GPU came to."""
+"""The plugin tests/gpu_report.py."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_torn_down(broken):
 
 
 def report(folder, code, *options, status):
-    """What the plugin writes of a test file, whose run ends so."""
+    """Runs a test file with the plugin; returns the report. The run must end with this status."""
     (folder / 'test_some.py').write_text(code)
     (folder / 'pytest.ini').write_text('[pytest]\n')
     path = folder / 'folder' / 'report.json'
@@ -49,7 +49,7 @@ def report(folder, code, *options, status):
     return json.loads(path.read_text())
 
 
-def test_interrupted(tmp_path):
+def test_interrupted_run_is_not_complete(tmp_path):
     code = 'def test_right():\n    pass\n\ndef test_stopped():\n    raise KeyboardInterrupt\n'
     result = report(tmp_path, code, status=pytest.ExitCode.INTERRUPTED)
     assert not result['complete']
@@ -57,7 +57,7 @@ def test_interrupted(tmp_path):
 
 
 @pytest.mark.parametrize('workers', [[], ['-n', '2']], ids=['one process', 'workers'])
-def test_outcomes(tmp_path, workers):
+def test_outcomes_and_reasons(tmp_path, workers):
     result = report(tmp_path, TESTS, *workers, status=pytest.ExitCode.TESTS_FAILED)
     assert result['complete']
     assert (result['benchmark'], result['commit']) == ('gpu_tests', 'abc')

@@ -1,4 +1,4 @@
-"""benchmarks/launch_options.py on a CPU: what it changes, and what it says where it cannot run."""
+"""benchmarks/launch_options.py on a CPU: the changed launch options, and the message without a GPU."""
 
 import importlib
 import subprocess
@@ -11,44 +11,43 @@ from tests import markdown
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def launch_options(monkeypatch):
     monkeypatch.syspath_prepend(str(markdown.ROOT / 'benchmarks'))
     return importlib.import_module('launch_options')
 
 
-def test_variants(benchmark):
+def test_variants(launch_options):
     pytest.importorskip('triton')
-    found = benchmark.parsed('gated_delta_rule', 'intra_chunk_bwd BK=64 num_stages=3, inter_chunk_bwd num_warps=8')
-    assert found == {'intra_chunk_bwd': {'BK': 64, 'num_stages': 3}, 'inter_chunk_bwd': {'num_warps': 8}}
-    assert benchmark.parsed('kda', 'prepare num_stages=2') == {'prepare': {'num_stages': 2}}
+    found = launch_options.parsed('gated_delta_rule', 'intra_chunk_bwd BK=64 num_stages=3, through num_warps=8')
+    assert found == {'within': {'BK': 64, 'num_stages': 3}, 'through': {'num_warps': 8}}
+    assert launch_options.parsed('kda', 'prepare num_stages=2') == {'prepare': {'num_stages': 2}}
     with pytest.raises(ValueError, match='invalid literal'):
-        benchmark.parsed('gated_delta_rule', 'intra_chunk_bwd BK')
-    misspelt = 'intra_chunks_bwd'
-    for text, name in ((f'{misspelt} BK=64', misspelt), ('launch BK=64', 'launch'), ('prepare BK=64,', ''), ('', '')):
+        launch_options.parsed('gated_delta_rule', 'intra_chunk_bwd BK')
+    for text, name in (('withing BK=64', 'withing'), ('launch BK=64', 'launch'), ('intra_chunk_bwd BK=64,', ''), ('', '')):
         with pytest.raises(ValueError, match=f"gated_delta_rule has no kernel '{name}'"):
-            benchmark.parsed('gated_delta_rule', text)
-    for text in ('intra_chunk_bwd', 'intra_chunk_bwd BK=64, intra_chunk_bwd BV=32'):
-        with pytest.raises(ValueError, match='name intra_chunk_bwd once, with its options'):
-            benchmark.parsed('gated_delta_rule', text)
+            launch_options.parsed('gated_delta_rule', text)
+    for text in ('within', 'intra_chunk_bwd BK=64, intra_chunk_bwd BV=32'):
+        with pytest.raises(ValueError, match='name within once, with its options'):
+            launch_options.parsed('gated_delta_rule', text)
 
 
 @pytest.mark.interpreted
-def test_launches_change(benchmark, monkeypatch):
+def test_launch_options_are_overridden(launch_options, monkeypatch):
     pytest.importorskip('triton')
     from fla.ops.gated_delta_rule.kernels import launch
 
-    asked = []
+    launched = []
 
     def real(kernel, grid):
-        return lambda *tensors, **options: asked.append((kernel.fn.__name__, options['BK'], options['num_warps']))
+        return lambda *tensors, **options: launched.append((kernel.fn.__name__, options['BK'], options['num_warps']))
 
     monkeypatch.setattr(launch, 'launch', real)
-    variant = benchmark.let_vary('gated_delta_rule')
+    variant = launch_options.override_launches('gated_delta_rule')
     q, beta = torch.randn(1, 3, 1, 32), torch.rand(1, 3, 1)
     for given in ('', 'prepare BK=16, outputs num_warps=2'):
-        variant.update(benchmark.parsed('gated_delta_rule', given) if given else {})
+        variant.update(launch_options.parsed('gated_delta_rule', given) if given else {})
         launch.chunk_forward(q, q, q, -beta, beta, None, None, None, None, launch.Options(1.0))
-    blocks = [[found for found in asked if found[0] == name] for name in ('prepare', 'outputs')]
+    blocks = [[found for found in launched if found[0] == name] for name in ('prepare', 'outputs')]
     (_, whole, warps), (_, half, _) = blocks[0]
     assert (whole, half) == (32, 16)
     assert [found[1:] for found in blocks[1]] == [(32, warps), (32, 2)]
@@ -56,7 +55,7 @@ def test_launches_change(benchmark, monkeypatch):
 
 def test_without_a_gpu():
     if torch.cuda.is_available():
-        pytest.skip('there is one')
+        pytest.skip('a GPU is available')
     script = markdown.ROOT / 'benchmarks' / 'launch_options.py'
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, 'These kernels need a GPU: nothing is measured here.\n')
+    assert (done.returncode, done.stdout) == (0, 'This benchmark needs a GPU: nothing is measured.\n')

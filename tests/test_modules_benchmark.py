@@ -1,4 +1,4 @@
-"""benchmarks/modules.py on a CPU: every module, a process for FLA (this package stands for it), and what a result holds."""
+"""benchmarks/modules.py on a CPU: every module, the process for FLA (with this package in its place), and the rows."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ERROR = {'cross_entropy': 1e-2, 'fused_linear_cross_entropy': 2e-2, 'causal_conv
 
 def run(tmp_path, *options):
     path = tmp_path / 'folder' / 'modules.json'
-    # this package stands for the peer, and needs its reference here
+    # this package takes the place of FLA, and needs its reference backend here
     environment = {**os.environ, 'FLA_DISABLE_BACKEND_DISPATCH': '0'}
     command = [sys.executable, SCRIPT, '--json', path, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -26,9 +26,11 @@ def run(tmp_path, *options):
 @pytest.mark.slow
 def test_every_module(tmp_path):
     backends = ['reference', 'torch', 'flash-linear-attention']
-    result, _ = run(tmp_path, '--dry', '--fla', markdown.ROOT, '--size', 'large', *(f'--backend={one}' for one in backends))
+    result, _ = run(
+        tmp_path, '--quick', '--fla', markdown.ROOT, '--size', 'large', *(f'--backend={one}' for one in backends)
+    )
     assert result['complete']
-    assert result['command'].endswith('--fla fla-core --dry')
+    assert result['command'].endswith('--fla fla-core --quick')
     assert str(markdown.ROOT) not in json.dumps(result)
     named = {(row['module'], row['backend']) for row in result['rows']}
     modules = {module for module, _ in named}
@@ -49,10 +51,10 @@ def test_every_module(tmp_path):
 
 
 def test_filters_and_refusals(tmp_path):
-    """What cannot run says why, and the rest of the run goes on."""
+    """A backend that cannot run gives the reason, and the run continues."""
     backends = ['liger', 'liger-kernel', 'reference']
     options = ['--only=swiglu', '--only=l2norm', '--size=small', *(f'--backend={one}' for one in backends)]
-    result, lines = run(tmp_path, '--dry', *options)
+    result, lines = run(tmp_path, '--quick', *options)
     assert [(row['module'], row['size'], row['backend']) for row in result['rows']] == [
         *(('swiglu', 'small', backend) for backend in backends),
         *(('l2norm', 'small', backend) for backend in ('liger', 'reference')),
@@ -64,10 +66,10 @@ def test_filters_and_refusals(tmp_path):
     assert lines.count('\n') == 5
 
 
-def test_a_stopped_run_goes_on(tmp_path):
-    """With what is missing alone, in this process and in FLA's, to the file of a run that was not stopped."""
+def test_interrupted_run_is_resumed(tmp_path):
+    """It measures only the missing rows, in this process and in FLA's, and ends in the file of an uninterrupted run."""
     path = tmp_path / 'folder' / 'modules.json'
-    options = ['--dry', '--fla', markdown.ROOT, '--only=l2norm', '--only=swiglu', '--size=small']
+    options = ['--quick', '--fla', markdown.ROOT, '--only=l2norm', '--only=swiglu', '--size=small']
     options += [f'--backend={one}' for one in ('torch', 'reference', 'flash-linear-attention')]
     whole, _ = run(tmp_path, *options)
     key = lambda row: (row['module'], row['size'], row['backend'])  # noqa: E731
@@ -90,4 +92,4 @@ def test_a_stopped_run_goes_on(tmp_path):
 def test_without_a_gpu():
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env={'CUDA_VISIBLE_DEVICES': ''})
     assert done.returncode == 0
-    assert 'need a GPU' in done.stdout
+    assert 'needs a GPU' in done.stdout

@@ -1,4 +1,4 @@
-"""benchmarks/qwen3_next.py on a CPU: who runs what, the errors, and a process for FLA (this package stands for it)."""
+"""benchmarks/qwen3_next.py on a CPU: backends, errors, and the process for FLA (with this package in its place)."""
 
 import argparse
 import importlib
@@ -21,34 +21,34 @@ RUNS = {
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def qwen3_next(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    # this package stands for the peer, and needs its reference here
+    # this package takes the place of FLA, and needs its reference backend here
     monkeypatch.setenv('FLA_DISABLE_BACKEND_DISPATCH', '0')
-    benchmark = importlib.import_module('qwen3_next')
-    monkeypatch.setattr(benchmark, 'STEPS', 3)
-    return benchmark
+    qwen3_next = importlib.import_module('qwen3_next')
+    monkeypatch.setattr(qwen3_next, 'STEPS', 3)
+    return qwen3_next
 
 
 @pytest.fixture
-def run(benchmark, tmp_path, capsys):
-    """Prefill with FLA in this folder: the rows, which are printed one by one."""
+def run(qwen3_next, tmp_path, capsys):
+    """Runs prefill with the FLA in a folder; returns the rows, which are also printed."""
 
     def prefill(fla):
         path = tmp_path / 'folder' / 'qwen3_next.json'
-        benchmark.main(['--dry', '--only=prefill', '--json', str(path), '--fla', str(fla)])
+        qwen3_next.main(['--quick', '--only=prefill', '--json', str(path), '--fla', str(fla)])
         result = json.loads(path.read_text(encoding='utf-8'))
         assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == result['rows']
         assert result['complete']
         assert str(fla) not in json.dumps(result)
-        assert result['command'] == 'python benchmarks/qwen3_next.py --only prefill --fla fla-core --dry'
+        assert result['command'] == 'python benchmarks/qwen3_next.py --only prefill --fla fla-core --quick'
         return result['rows']
 
     return prefill
 
 
-def test_every_phase(benchmark):
-    rows = list(benchmark.rows(OURS, list(benchmark.CASES), dry=True))
+def test_every_phase(qwen3_next):
+    rows = list(qwen3_next.rows(OURS, list(qwen3_next.CASES), quick=True))
     assert len(rows) == 5 * 3
     of = {(row['phase'], tuple(row['shape']), row['backend']): row for row in rows if not row['modules']}
     assert len(of) == 5 * 2
@@ -59,7 +59,7 @@ def test_every_phase(benchmark):
         assert row['weights'] == base['weights']
         assert row['errors'].keys() == base['errors'].keys()
         for name, error in row['errors'].items():
-            # rounding to bfloat16 is all there is on a CPU, the same within chance
+            # on a CPU the only error is rounding to bfloat16, equal up to chance
             assert 0 < error < max(1.5 * base['errors'][name], 1e-2 if name == 'loss' else 0), row
         ran, serves = row['ran'], row['serves']
         expected = {}
@@ -75,7 +75,7 @@ def test_every_phase(benchmark):
 
 @pytest.mark.slow
 def test_process_for_fla(run):
-    """The same weights there, and its rows behind ours."""
+    """FLA's process has the same weights, and its rows follow ours."""
     rows = run(markdown.ROOT)
     theirs = [row for row in rows if row['backend'] == FLA]
     assert rows[-4:] == theirs
@@ -87,7 +87,7 @@ def test_process_for_fla(run):
 
 
 def test_without_fla(run, tmp_path):
-    """What cannot be imported makes rows that say so, and the rest of the run stands."""
+    """If `fla` cannot be imported, its rows give the reason and the other rows remain."""
     (tmp_path / 'fla').mkdir()
     (tmp_path / 'fla' / '__init__.py').write_text('raise ImportError("no kernels here")\n', encoding='utf-8')
     refused = [row for row in run(tmp_path) if 'refused' in row]
@@ -95,19 +95,19 @@ def test_without_fla(run, tmp_path):
     assert all('did not find' in row['refused'] and 'no kernels here' in row['refused'] for row in refused)
 
 
-def test_process_that_ends(benchmark, monkeypatch):
-    """Where nothing can be said row by row, one row says it."""
+def test_process_that_ends_early(qwen3_next, monkeypatch):
+    """A process that fails becomes one row with the error."""
 
     def ended(*_):
         yield {'backend': FLA, 'phase': 'decode'}
         sys.exit('ended with status 1')
 
-    monkeypatch.setattr(benchmark, 'fla_rows', ended)
-    options = argparse.Namespace(dry=True, only=None, fla='folder')
-    assert list(benchmark.of_fla(options))[1] == {'backend': FLA, 'refused': 'ended with status 1'}
+    monkeypatch.setattr(qwen3_next, 'fla_rows', ended)
+    options = argparse.Namespace(quick=True, only=None, fla='folder')
+    assert list(qwen3_next.rows_of_fla(options))[1] == {'backend': FLA, 'refused': 'ended with status 1'}
 
 
-def test_without_a_gpu(benchmark, monkeypatch, capsys):
+def test_without_a_gpu(qwen3_next, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    benchmark.main([])
+    qwen3_next.main([])
     assert 'needs a GPU' in capsys.readouterr().out

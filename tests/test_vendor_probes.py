@@ -1,5 +1,5 @@
-"""Vendors' packages that can be found and cannot be used: each falls through with its reason, and nothing is asked of those
-that are switched off."""
+"""Vendors' packages that are installed but unusable: dispatch chooses another backend and gives the reason. Packages with
+their toggle off are not imported."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ ROWS = (rms_norm, {'x': torch.ones(3, 16, dtype=BF16), 'weight': torch.ones(16, 
 STEPS = (causal_conv1d, {'x': torch.ones(1, 6, 8, dtype=BF16), 'weight': torch.ones(8, 4, dtype=BF16)})
 HEADS = (parallel_attn, {**dict.fromkeys('qkv', torch.ones(1, 6, 2, 64, dtype=BF16)), 'window_size': 3})
 
-# backend, distribution, version, a call that it serves
+# backend, distribution, version, a call that the backend serves
 VENDORS = {
     'liger': (LigerBackend, 'liger-kernel', '0.8.5', ROWS),
     'flashinfer': (FlashInferModules, 'flashinfer-python', '0.7.4', ROWS),
@@ -52,7 +52,7 @@ NO_OPERATOR = "def {}(*args, **more):\n    raise NotImplementedError('No operato
 
 @pytest.fixture
 def package(monkeypatch, tmp_path):
-    """Writes a package with all that a backend's calls need, and switches the backend on; the machine has an H100."""
+    """Writes a package with everything a backend needs, and enables the backend, on a pretended H100."""
     for name in [n for n in os.environ if n.startswith('FLA_')]:
         monkeypatch.delenv(name)
     default_dispatcher().reset()
@@ -87,7 +87,7 @@ def package(monkeypatch, tmp_path):
 
 
 def decided(name):
-    """What is said of a backend, about a call that it would serve and another one does."""
+    """Returns a backend's candidate for a call that it would serve but another backend serves."""
     backend, _, _, (function, arguments) = VENDORS[name]
     with torch.no_grad():
         decision = explain(function, **fakes(arguments))
@@ -105,18 +105,18 @@ BROKEN = {
 
 @pytest.mark.parametrize('case', BROKEN)
 @pytest.mark.parametrize('name', VENDORS)
-def test_a_broken_package_falls_through(package, caplog, recwarn, name, case):
+def test_broken_package_is_unavailable(package, caplog, recwarn, name, case):
     how, why = BROKEN[case]
     package(name, **how)
     found = decided(name)
     assert (found.verdict, found.reason) == ('unavailable', f'probe() raised {why}')
-    # what the package has to say is in the reason: another backend serves
+    # the reason has the package's error; its warnings are suppressed, as another backend serves
     assert not [record for record in caplog.records if 'extensions' in record.getMessage()]
     assert not [one for one in recwarn if 'no GPU' in str(one.message)]
 
 
 @pytest.mark.parametrize('path', [path for _, (backend, *_) in VENDORS.items() for path in backend.needs])
-def test_a_package_that_lacks_something_falls_through(package, path):
+def test_package_without_a_needed_name_is_unavailable(package, path):
     name = next(name for name, (backend, *_) in VENDORS.items() if path in backend.needs)
     package(name, lacking=path)
     module, _, attribute = path.partition(':')
@@ -124,7 +124,7 @@ def test_a_package_that_lacks_something_falls_through(package, path):
 
 
 @pytest.mark.parametrize('name', VENDORS)
-def test_a_package_that_is_switched_off_is_not_imported(package, monkeypatch, name):
+def test_package_with_toggle_off_is_not_imported(package, monkeypatch, name):
     package(name, start=ABI)
     monkeypatch.delenv(VENDORS[name][0].env_var)
     assert decided(name).verdict == 'disabled'
@@ -132,7 +132,7 @@ def test_a_package_that_is_switched_off_is_not_imported(package, monkeypatch, na
 
 
 @pytest.mark.parametrize('name', VENDORS)
-def test_a_package_is_not_tried_inside_a_graph_capture(package, monkeypatch, name):
+def test_package_is_not_probed_inside_a_graph_capture(package, monkeypatch, name):
     package(name)
     pretend(monkeypatch, H100, capturing=True)
     assert decided(name).reason == (
@@ -141,8 +141,8 @@ def test_a_package_is_not_tried_inside_a_graph_capture(package, monkeypatch, nam
     assert VENDORS[name][0].package_name not in sys.modules
 
 
-def test_what_is_usable_says_what_it_has_to(package, caplog, recwarn):
-    """And is not probed again."""
+def test_usable_package_may_log_and_warn(package, caplog, recwarn):
+    """The probe of a usable package passes its messages on, and runs once."""
     package('flash_attn', LOUD, 'def {}(q, k, v, *args, **more):\n    return v\n')
     function, arguments = HEADS
     for _ in range(2):
@@ -154,8 +154,8 @@ def test_what_is_usable_says_what_it_has_to(package, caplog, recwarn):
     assert not logging.getLogger('flash_attn').handlers
 
 
-def test_probes_at_once_leave_the_logger_as_it_was():
-    """The first to begin is the first to end."""
+def test_concurrent_probes_restore_the_logger():
+    """The first probe to begin is the first to end."""
     logger = logging.getLogger('json')
     first, second = (vendor._imported(('json:loads',)) for _ in range(2))
     first.__enter__()
@@ -168,8 +168,8 @@ def test_probes_at_once_leave_the_logger_as_it_was():
     assert not logger.handlers
 
 
-def test_tensors_that_a_package_makes_on_import_are_ordinary(package):
-    """Whatever the call is made under that it is imported for."""
+def test_tensors_made_on_import_are_ordinary(package):
+    """The modes of the call that triggers the import do not apply to it."""
     package('flash_attn', 'import torch\nTABLE = torch.ones(1)', 'def {}(q, k, v, *args, **more):\n    return v\n')
     function, arguments = HEADS
     arguments = fakes(arguments)
@@ -180,13 +180,13 @@ def test_tensors_that_a_package_makes_on_import_are_ordinary(package):
     assert not table.is_inference()
 
 
-def test_nonsense(package):
+def test_package_with_wrong_results_is_unavailable(package):
     package('flash_attn', '', 'def {}(q, k, v, *args, **more):\n    return v * 7\n')
     assert decided('flash_attn').reason == 'its smallest call is off by 6.0 where 1.0 is right'
 
 
-def test_a_pytorch_without_flash_attention(monkeypatch):
-    """It has the function all the same."""
+def test_pytorch_built_without_flash_attention(monkeypatch):
+    """Such a PyTorch has the function, which raises."""
 
     def varlen_attn(*args, **more):
         raise RuntimeError('USE_FLASH_ATTENTION was not enabled for build')
@@ -204,14 +204,14 @@ def test_a_pytorch_without_flash_attention(monkeypatch):
     assert found.reason == 'probe() raised RuntimeError: USE_FLASH_ATTENTION was not enabled for build'
 
 
-def test_what_a_probe_needs_is_what_signatures_are_assumed_of():
+def test_each_needed_function_has_a_recorded_signature():
     needs = {path.replace(':', '.') for backend, *_ in VENDORS.values() for path in backend.needs}
     needs |= {path.replace(':', '.') for path in TorchVarlenBackend.needs}
     masks = {f'xformers.ops.fmha.attn_bias.{name}' for name in ('LowerTriangularMask', 'LowerTriangularFromBottomRightMask')}
     assert needs - masks == {path for path in SIGNATURES if not path.endswith('.make_local_attention')}
 
 
-def test_warnings_are_as_they_were(package):
+def test_probe_restores_warning_filters(package):
     before = list(warnings.filters)
     package('liger')
     decided('liger')

@@ -1,4 +1,4 @@
-"""Vendors' packages that are installed have the signatures that our backends assume."""
+"""Installed vendors' packages have the signatures that our backends rely on."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ def test_signature(path):
     if path.startswith('torch.'):
         able, why = TorchVarlenBackend.is_available()
         if not able:
-            pytest.skip(why[0] % why[1:])  # of a PyTorch that is too old, which the backend sees for itself
+            pytest.skip(why[0] % why[1:])  # this PyTorch is too old, which the backend detects
     assert difference(path) is None
 
 
@@ -40,7 +40,7 @@ def test_constant(path):
         (lambda x, y, z: 0, "also needs .'z'."),
     ],
 )
-def test_differences_are_seen(monkeypatch, function, message):
+def test_differences_are_found(monkeypatch, function, message):
     stub = types.ModuleType('some_vendor')
     stub.function = function
     monkeypatch.setitem(sys.modules, 'some_vendor', stub)

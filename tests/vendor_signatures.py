@@ -1,6 +1,8 @@
-"""What backends assume of vendors' packages: import path -> parameters, as far as we pass them, in their order. Parameters
-beyond those must have defaults, and those after `*` are passed by name. `tests/test_vendor_signatures.py` compares with what
-is installed."""
+"""Signatures of vendors' functions that backends rely on: import path -> the leading parameters, in order.
+
+Further parameters must have defaults. Parameters after `*` are passed by name. `tests/test_vendor_signatures.py` compares
+with the installed packages.
+"""
 
 from __future__ import annotations
 
@@ -74,12 +76,12 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Values that stand for something in calls.
+# constants whose values backends pass in calls
 CONSTANTS: dict[str, object] = {'liger_kernel.ops.rms_norm._CASTING_MODE_GEMMA': 1}
 
 
 def installed(path: str) -> bool:
-    """Whether a package is there, or, of PyTorch, which has grown, the module."""
+    """Whether the package is installed; for PyTorch, whether this version has the module."""
     try:
         return (
             importlib.util.find_spec(path.rpartition('.')[0] if path.startswith('torch.') else path.partition('.')[0])
@@ -90,27 +92,28 @@ def installed(path: str) -> bool:
 
 
 def found(path: str) -> object:
+    """Imports the object at a path: a function, a constant or a method."""
     module, _, name = path.rpartition('.')
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError:
         if '.' not in module:
             raise
-    return getattr(found(module), name)  # a method
+    return getattr(found(module), name)  # a method of a class
 
 
 def difference(path: str) -> str | None:
-    """What is other than assumed of a function, None if nothing is."""
+    """Returns how the installed signature differs from the expected one, or None."""
     parameters = list(inspect.signature(found(path)).parameters.values())
     names = tuple(one.name for one in parameters)
-    assumed, by_name = SIGNATURES[path], ()
-    if '*' in assumed:
-        place = assumed.index('*')
-        assumed, by_name = assumed[:place], assumed[place + 1 :]
-    if names[: len(assumed)] != assumed or not set(by_name) <= set(names):
+    expected, by_name = SIGNATURES[path], ()
+    if '*' in expected:
+        place = expected.index('*')
+        expected, by_name = expected[:place], expected[place + 1 :]
+    if names[: len(expected)] != expected or not set(by_name) <= set(names):
         return f'{path} takes {names}, not {SIGNATURES[path]}'
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    given = {*assumed, *by_name}
+    given = {*expected, *by_name}
     more = [
         one.name
         for one in parameters

@@ -1,4 +1,4 @@
-"""Compiled callers whose results say which backend ran, compared with eager ones."""
+"""Compiled callers of toy operations, compared with eager ones."""
 
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -11,7 +11,7 @@ SHORT, LONG = torch.zeros(2, 32, 8), torch.zeros(2, 64, 8)
 
 
 class Compiled:
-    """A compiled function that says which backend ran, and how many graphs were made for it so far."""
+    """A compiled function; a call returns the name of the backend that ran, and `frames` counts compilations."""
 
     def __init__(self, toy, function=None, backend='eager', fullgraph=True, **options):
         torch._dynamo.reset()
@@ -31,7 +31,8 @@ class Compiled:
         return self._names(self.function(*(args or (Q, Q)), **kwargs))
 
     def agrees(self, *args, **kwargs):
-        """The backend that eager and compiled both select. Compiled first: eager must not warm anything up."""
+        """Returns the backend that compiled and eager code both select. Compiled runs first, so that eager warms
+        nothing up."""
         compiled = self(*args, **kwargs)
         assert compiled == self.eager(*args, **kwargs)
         return compiled
@@ -43,7 +44,7 @@ class Compiled:
 
 
 def two():
-    """A toy whose backend `a` is preferred to `b`, for tests of policies."""
+    """Returns a toy whose backend `a` is preferred to `b`."""
     toy = Toy()
     toy.add('a', priority=1)
     toy.add('b', priority=2)
@@ -63,6 +64,6 @@ def inside_plain(toy, q):
 
 
 def nothing_is_left():
-    """No scope, real or virtual, outlives its block."""
+    """Whether no scope, real or virtual, has outlived its block."""
     dispatcher = default_dispatcher()
     return not dispatcher.control.now.scopes and not dispatcher.scopes_in_trace.layers

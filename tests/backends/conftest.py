@@ -1,4 +1,4 @@
-"""Every test of the framework starts and ends with a fresh dispatcher, environment and Dynamo."""
+"""Each test of the framework starts with a fresh dispatcher and no FLA_* variables, and resets Dynamo at its end."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ def fresh_dispatch(monkeypatch):
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A package of this test's own, importable while it runs."""
+    """A package of its own for a test, importable while the test runs."""
     made = Library(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield made
@@ -32,6 +32,6 @@ def library(tmp_path, monkeypatch):
 
 @pytest.fixture
 def many_recompiles():
-    """More variants of one function than Dynamo makes by itself."""
+    """Raises Dynamo's limit of recompilations of a function to 64."""
     with torch._dynamo.config.patch(recompile_limit=64):
         yield

@@ -1,6 +1,6 @@
-"""A package outside fla with operations of its own, written into a folder for one test.
+"""A package outside fla with its own operations, written into a folder for one test.
 
-Its functions return names: `'default'`, or that of the backend that ran.
+Its functions return `'default'` or the name of the backend that ran.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 
 def backend_source(name: str, registry: str, body: str = '', register: bool = True) -> str:
-    """Source that defines a backend with a method `f` that returns its name, and registers it in `registry`."""
+    """Returns source that defines a backend, whose method `f` returns its name, and registers it in `registry`."""
     lines = [f'class Backend_{name}(BaseBackend):', f'    backend_type = {name!r}']
     lines += indent(dedent(body), '    ').splitlines()
     if 'def f(' not in body:
@@ -30,7 +30,7 @@ class Library:
 
     Args:
         root: folder on `sys.path`.
-        options: source of more arguments of its `Dispatcher`.
+        options: source of further arguments of its `Dispatcher`.
     """
 
     def __init__(self, root: Path, options: str = '') -> None:
@@ -42,7 +42,7 @@ class Library:
         self.write('ops/__init__.py', '')
 
     def write(self, path: str, source: str) -> Path:
-        """Write a file of the package."""
+        """Writes a file of the package."""
         file = self.root / self.name / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(dedent(source), encoding='utf-8')
@@ -50,7 +50,7 @@ class Library:
         return file
 
     def add(self, operation: str, backends: str | None = None, dispatched_as: str | None = None) -> None:
-        """Write an operation with a function `f(x, flag)`; `backends` is the source of its backends package."""
+        """Writes an operation with a function `f(x, flag)`; `backends` is the source of its backends package."""
         folder = 'ops/' + operation.replace('.', '/')
         for part in range(1, operation.count('.') + 1):
             self.write('ops/' + '/'.join(operation.split('.')[:part]) + '/__init__.py', '')
@@ -69,8 +69,8 @@ class Library:
             self.backends(operation, backends)
 
     def backends(self, operation: str, source: str) -> Path:
-        """Write the backends package of an operation; `registry`, `BaseBackend` and `LOADS` (a list that outlives a failed
-        import) are there."""
+        """Writes the backends package of an operation. Its source can use `registry`, `BaseBackend` and `LOADS`, a list that
+        outlives a failed import."""
         head = f"""
             import sys
             from {self.name} import dispatcher
@@ -83,11 +83,11 @@ class Library:
         return self.write(f'{folder}/backends/__init__.py', dedent(head) + dedent(source))
 
     def module(self, name: str = '') -> ModuleType:
-        """Import a module of the package."""
+        """Imports a module of the package."""
         return importlib.import_module(f'{self.name}.{name}'.rstrip('.'))
 
     def f(self, operation: str) -> Any:
-        """The function of an operation."""
+        """Returns the function of an operation."""
         return self.module(f'ops.{operation}').f
 
     @property
@@ -95,7 +95,7 @@ class Library:
         return self.module().dispatcher
 
     def loads(self, operation: str) -> int:
-        """How often the backends package was executed."""
+        """Returns how often the backends package was executed."""
         return len(vars(self.dispatcher).get(f'loads_of_{operation.replace(".", "_")}', ()))
 
     def loaded(self, operation: str) -> bool:
@@ -103,6 +103,6 @@ class Library:
         return f'{self.name}.ops.{operation}.backends' in sys.modules
 
     def forget(self) -> None:
-        """Take the package's modules out of the process."""
+        """Removes the package's modules from `sys.modules`."""
         for name in [n for n in sys.modules if n == self.name or n.startswith(f'{self.name}.')]:
             del sys.modules[name]

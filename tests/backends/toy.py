@@ -1,7 +1,6 @@
-"""A made-up operation for tests of the framework.
+"""A toy operation for tests of the framework.
 
-Its implementations return a number of their own times ones, so that the result itself says which one ran:
-`ran(result)` is the backend's name, and tests assert it.
+Each implementation returns a tensor filled with its own number, so that the result shows which one ran.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ _numbers = itertools.count()
 
 
 class Toy:
-    """One operation with one function `f(q, k, scale=None, flag=False)` in its own registry.
+    """An operation with one function `f(q, k, scale=None, flag=False)` in its own registry.
 
-    `toy.add('a', ...)` registers a backend; `toy.f` is the dispatched function; `toy.ran(*args)` calls it and says which
-    backend ran.
+    `toy.add('a', ...)` registers a backend; `toy.f` is the dispatched function; `toy.ran(*args)` calls it and returns the
+    name of the backend that ran.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -46,7 +45,7 @@ class Toy:
         register: bool = True,
         **attributes: Any,
     ) -> Any:
-        """Register a backend whose verifier is `accepts(self, ...)`, a function of any of f's parameters."""
+        """Registers a backend with the verifier `accepts(self, ...)`, which takes any of f's parameters."""
         number = len(self.names)
         self.names[number] = name
 
@@ -65,11 +64,11 @@ class Toy:
         return backend
 
     def name_of(self, result: torch.Tensor) -> str:
-        """The backend whose result this is."""
+        """Returns the name of the backend that made a result."""
         return self.names[int(result.reshape(-1)[0])]
 
     def ran(self, *args: Any, **kwargs: Any) -> str:
-        """Call f (default arguments: two small tensors) and say which backend ran."""
+        """Calls f, with two small tensors by default, and returns the name of the backend that ran."""
         return self.name_of(self.f(*(args or (Q, Q)), **kwargs))
 
 

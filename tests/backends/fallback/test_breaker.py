@@ -1,4 +1,4 @@
-"""Circuit breakers: when they open and close, who may probe, and what leaves them alone. No test waits for a real clock."""
+"""Circuit breakers: when they open and close, which call may probe, and what does not affect them. The clock is a fake."""
 
 import _thread
 import itertools
@@ -43,7 +43,7 @@ COOLDOWN = BreakerSettings().cooldown
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self):
         self.now = 1000.0
@@ -61,7 +61,7 @@ def clock():
 
 @pytest.fixture
 def toy(clock):
-    """a fails while `toy.fails` is an exception, b serves otherwise; `toy.attempts` counts runs of a. Failures move on."""
+    """a fails while `toy.fails` is an exception, and b then serves; `toy.attempts` counts runs of a."""
     made = Toy()
     made.fails, made.attempts = Broken, 0
 
@@ -97,7 +97,7 @@ def test_closed_open_half_open_closed(toy, clock):
     assert state(toy) == 'open'
     assert toy.attempts == 5
     assert [toy.ran() for _ in range(10)] == ['b'] * 10
-    assert toy.attempts == 5  # left alone
+    assert toy.attempts == 5  # unchanged
     clock.now += COOLDOWN - 0.001
     assert toy.ran() == 'b'
     assert toy.attempts == 5
@@ -123,7 +123,7 @@ def test_a_call_that_began_before_it_opened_says_nothing_of_an_open_one(clock):
     def f(self, q, k, scale=None, flag=False):
         if not flag:
             raise Broken
-        for _ in range(5):  # meanwhile the backend fails for others
+        for _ in range(5):  # meanwhile the backend fails in other calls
             assert toy.ran() == 'b'
         return q * 0 + 1
 
@@ -162,7 +162,7 @@ def test_a_probe_of_a_thread_that_python_did_not_start_is_gone_after_a_fork(toy,
     _thread.start_new_thread(probe, ())
     assert began.wait(20)
     assert state(toy) == 'half_open'
-    assert toy.ran() == 'b'  # it lives
+    assert toy.ran() == 'b'  # it works again
     assert in_child(toy.ran) == 'a'
     ends.set()
 
@@ -265,7 +265,7 @@ def test_settings_that_cannot_be_right(bad, error):
 
 
 class Probed:
-    """A backend whose runs wait until the test lets them go; counts how many run at the same time."""
+    """A backend whose runs wait until the test releases them; counts concurrent runs."""
 
     def __init__(self, toy):
         self.toy, self.running, self.most, self.runs = toy, 0, 0, 0
@@ -285,12 +285,12 @@ class Probed:
 
 
 class _Served(Exception):
-    """Not raised: see `waiting_toy`."""
+    """Marks a successful run; never raised."""
 
 
 @pytest.fixture
 def waiting(clock):
-    """A toy whose backend a, once `toy.waits`, blocks in `toy.probed`."""
+    """A toy whose backend a blocks in `toy.probed` while `toy.waits` is set."""
     toy = Toy()
     toy.waits, toy.probed = False, Probed(toy)
 
@@ -328,7 +328,7 @@ def test_exactly_one_probe_under_any_number_of_threads(waiting, clock, error):
     for thread in threads:
         thread.start()
     assert probed.arrived.wait(30)
-    while len(results) < 15 * 20:  # everybody else was served while the probe hung
+    while len(results) < 15 * 20:  # other calls were served while the probe hung
         assert set(results) <= {'b'}
         threading.Event().wait(0.001)
     assert probed.runs == 1
@@ -357,7 +357,7 @@ def test_a_probe_that_hangs_is_given_up_after_its_time_and_has_no_say_later(wait
     assert health()[f'{toy.op}.f', 'a'].opened == 2
     probed.error = None
     probed.go.set()
-    hung.join()  # the old one succeeds, too late
+    hung.join()  # the old probe succeeds, too late
     assert breaker(toy.f, 'a').state == 'open'
 
 

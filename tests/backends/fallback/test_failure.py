@@ -1,4 +1,4 @@
-"""on_error='fallback': what is tried again, what never is, and what the caller gets. Every test says which backend ran."""
+"""on_error='fallback': which calls are retried, which never are, and what the caller gets. Each test names the backend."""
 
 import contextlib
 import errno
@@ -38,15 +38,15 @@ from tests.backends.toy import Q, Toy
 
 
 class Broken(Exception):
-    """A backend's own fault."""
+    """A failure of a backend."""
 
 
 class BrokenValue(ValueError):
-    """A backend's own fault that happens to be a ValueError."""
+    """A failure of a backend that is also a ValueError."""
 
 
 def raising(error, runs=None):
-    """An implementation of the toy function that raises; an exception class or a function is called first."""
+    """Returns an implementation of the toy function that raises; an exception class or a function is called first."""
 
     def f(self, q, k, scale=None, flag=False):
         if runs is not None:
@@ -57,7 +57,7 @@ def raising(error, runs=None):
 
 
 def failing_toy(error=Broken, retryable=(Broken,), **options):
-    """a fails, b serves, default behind them; `toy.runs` are the backends that were tried and failed."""
+    """a fails, b serves, and the default follows; `toy.runs` lists the backends that were tried and failed."""
     toy = Toy(**options)
     toy.runs = []
     toy.add('a', f=raising(error, toy.runs), retryable=retryable)
@@ -310,7 +310,7 @@ def test_a_function_that_changes_its_arguments_is_never_run_twice():
             with pytest.raises(Broken):
                 toy.f(q, Q)
             assert q[0] == i + 1
-        # the next call may well go elsewhere from the start
+        # the next call may choose another backend at once
         assert breaker(toy.f, 'a').state == 'open'
         assert toy.name_of(toy.f(q, Q)) == 'b'
 
@@ -529,7 +529,8 @@ def test_a_warning_is_given_once(caplog):
 
 
 def test_failures_keep_nothing_alive():
-    """An exception holds its frames; a frame that holds its exceptions is a circle: tensors would wait for the collector."""
+    """An exception holds its frames; a frame that held its exceptions would be a cycle, and tensors would wait for the
+    garbage collector."""
     toy = Toy()
     kept = []
 
@@ -552,7 +553,7 @@ def test_failures_keep_nothing_alive():
     try:
         with on_error('fallback'):
             toy.f(q, Q)
-            assert kept[1] is True  # what the failed attempt made was gone before the next one ran
+            assert kept[1] is True  # the failed attempt's tensors were freed before the next attempt ran
             del q
             assert arguments() is None
             toy2 = Toy(default_verifier=lambda q: (False, 'no'))
@@ -638,7 +639,7 @@ def test_a_scope_entered_in_a_compiled_region_holds_after_a_graph_break():
             return eager(q) + 10
 
     assert torch.compile(region_with_disabled, backend='eager')(Q)[0, 0] == 12
-    with pytest.raises(Broken):  # what comes after a break is compiled again, and compiled code never falls back
+    with pytest.raises(Broken):  # the code after a graph break is compiled again, and compiled code never falls back
         torch.compile(region, backend='eager')(Q)
 
 

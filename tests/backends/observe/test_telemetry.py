@@ -1,4 +1,4 @@
-"""Counters, times and observers of dispatched calls. Every count is compared with calls that said which backend ran."""
+"""Counters, times and observers of dispatched calls. Each count is compared with calls whose backend is known."""
 
 import json
 import math
@@ -77,7 +77,7 @@ def test_served_and_raised():
     assert t.count(toy.f, 'default', 'served') == 1
     assert t.count(Toy().f) == 0
     assert t.count(backend='triton', outcome='served') == t.count(backend='default') == 1
-    assert t.count(backend='flash_kda') == 0  # of an operation that nobody has loaded
+    assert t.count(backend='flash_kda') == 0  # an operation that has not been loaded
     for wrong in (('other.f',), (None, 'none_such'), (None, None, 'srved')):
         with pytest.raises(UnknownNameError):
             t.count(*wrong)
@@ -142,7 +142,7 @@ def test_only_while_it_counts():
             t.start()
     toy.ran()
     assert t.count() == 1
-    with t:  # goes on
+    with t:  # continues
         toy.ran()
     assert t.count() == 2
     t.clear()
@@ -225,7 +225,7 @@ def test_times_on_the_hosts_clock(monkeypatch):
 
 
 class FakeEvent:
-    """A CUDA event whose moment passes when the test says so."""
+    """A CUDA event that completes when the test says so."""
 
     made = 0
 
@@ -311,7 +311,7 @@ def test_cuda_events_time_the_device():
 
 
 def test_only_served_calls_are_timed():
-    """No event is recorded on a device that has just failed, and how long failures take is no latency of the backend."""
+    """No event is recorded on a device that has just failed, and a failure's duration is not the backend's latency."""
     toy = failing_toy()
     with on_error('fallback'), telemetry(timing=True) as t:
         assert toy.ran() == 'b'
@@ -421,7 +421,7 @@ SAMPLE = re.compile(rf'({NAME})(?:\{{(.*)\}})? (\S+)')
 
 
 def parse(text):
-    """A strict reader of Prometheus' text format: family → (type, {(sample, labels): value})."""
+    """Parses Prometheus' text format strictly: family → (type, {(sample, labels): value})."""
     assert text.endswith('\n')
     families, current = {}, None
     for line in text[:-1].split('\n'):

@@ -1,5 +1,5 @@
-"""Rules and breakers under torch.compile, by every compiler: a compiled caller follows a rule, guards on what it reads, and
-compiles again only where the rule can choose anew."""
+"""Rules and breakers under torch.compile, with each compiler: a compiled caller follows a rule, guards on the facts that the
+rule reads, and recompiles only where the rule can change the choice."""
 
 import itertools
 
@@ -37,7 +37,7 @@ def rules(toy, *pairs):
 
 
 def undispatched_frames(backend, calls, **options):
-    """What the plain function needs for these calls by itself."""
+    """Returns the compilations of the undispatched function for these calls."""
     f = Compiled(Toy(), lambda q, k, scale=None, flag=False: q * 0, backend, **options)
     for args, kwargs in calls:
         f(*args, **kwargs)
@@ -116,7 +116,7 @@ def test_a_change_of_the_rules_is_followed_and_coming_back_is_free(backend):
     for policy, expected in policies * 3:
         with policy_context(policy):
             assert f.agrees(of(64), of(64)) == expected
-        with policy_context(policy), policy_context(rules(other, ('flag', 'b'))):  # for another function
+        with policy_context(policy), policy_context(rules(other, ('flag', 'b'))):  # a rule for another function
             assert f.agrees(of(64), of(64)) == expected
     assert f.frames == 2
     reset_policy()
@@ -172,7 +172,7 @@ def test_a_condition_without_an_answer_does_not_hold(backend):
 
 
 class Broken(Exception):
-    """May be retried."""
+    """An error that is declared retryable."""
 
 
 @every_compiler
@@ -203,6 +203,6 @@ def test_the_state_of_a_breaker_recompiles_nothing(backend):
         ):
             act()
             seen.append(breaker(toy.f, 'a').state)
-            assert compiled(of(64), of(64)) == 'a'  # what it was compiled with, whatever eager has seen
+            assert compiled(of(64), of(64)) == 'a'  # the backend it was compiled with, independent of eager calls
         assert seen == ['closed', 'open', 'closed', 'open', 'closed']
         assert compiled.frames == frames == 1

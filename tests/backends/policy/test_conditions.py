@@ -1,4 +1,4 @@
-"""Conditions and the orders they choose: through `Policy(rules=…)`, eager, compiled and explained."""
+"""Conditions of `Policy(rules=…)` and the orders they choose: eager, compiled and in `explain`."""
 
 import logging
 import re
@@ -145,7 +145,7 @@ def test_what_a_condition_refuses(when, words):
 
 
 class NoTruth:
-    """As an array or a list of sizes that somebody passes: comparing it gives no single answer."""
+    """An argument like an array, whose comparison has no single truth value."""
 
     def __gt__(self, other):
         return self

@@ -1,4 +1,5 @@
-"""Every environment variable: each literal in several spellings, unset, empty, garbage. Each row says which backend ran."""
+"""Each environment variable: every literal in several spellings, unset, empty, invalid. Each row names the backend that
+ran."""
 
 import ast
 import logging
@@ -50,7 +51,7 @@ def set_or_unset(monkeypatch, name, value):
 
 
 def three():
-    """Backends a (vendor NVIDIA), b (native), c (vendor), asked in this order, then the default, then a reference."""
+    """Backends a (vendor NVIDIA), b (native) and c (vendor), asked in this order, then the default, then a reference."""
     toy = Toy()
     toy.add('a', vendor='NVIDIA')
     toy.add('b', kind='native')
@@ -60,7 +61,7 @@ def three():
 
 
 def tried(toy, *args, **kwargs):
-    """The names of the candidates that policy leaves, in order."""
+    """Returns the names of the candidates that the policy allows, in order."""
     decision = explain(toy.f, *(args or (Q, Q)), **kwargs)
     return [c.name for c in decision.candidates if c.verdict not in ('excluded', 'disabled')]
 
@@ -109,7 +110,7 @@ def test_a_toggle_is_live_through_every_value(monkeypatch, caplog):
         set_or_unset(monkeypatch, 'FLA_TOY_A', value)
         assert toy.ran() == ('default' if says is False else 'a'), value
         assert explain(toy.f, Q, Q).winner == ('default' if says is False else 'a'), value
-    assert len([text for text in messages(caplog) if 'FLA_TOY_A' in text]) == len(GARBAGE)  # once for each value
+    assert len([text for text in messages(caplog) if 'FLA_TOY_A' in text]) == len(GARBAGE)  # once per value
 
 
 def test_a_toggle_without_a_variable_is_its_default():
@@ -321,7 +322,7 @@ def test_dispatch_trace_is_read_again_after_reset(monkeypatch):
 # -- policy variables: lists ------------------------------------------------------------------------------------------------
 
 LISTS = [
-    # (variables, the candidates that are left, in order)
+    # (variables, the allowed candidates in order)
     ({}, 'a b c default plain'),
     ({'PER_OP': '{op}=c|default'}, 'c default'),
     ({'PER_OP': '{op}=default|c'}, 'default c'),
@@ -413,7 +414,7 @@ def test_a_bad_word_warns_once_and_names_the_nearest(monkeypatch, caplog, variab
     malformed = nearest == 'operation=backend'
     if is_strict and not malformed:
         monkeypatch.setenv('FLA_STRICT', '1')
-        for _ in range(2):  # the second call is no better than the first
+        for _ in range(2):  # the second call raises like the first
             with pytest.raises(UnknownNameError, match=f'FLA_{variable}') as info:
                 toy.f(Q, Q)
             assert word.format(op=toy.op) in str(info.value)
@@ -431,7 +432,7 @@ def test_a_bad_word_warns_once_and_names_the_nearest(monkeypatch, caplog, variab
 
 
 def test_a_module_of_an_operation_is_no_operation(monkeypatch, caplog, library):
-    """`foo.chunk` is a file beside the function `foo.chunk_foo`: an easy slip, and it must not pass unseen."""
+    """`foo.chunk` is the file of the function `foo.chunk_foo`: an easy mistake, which must be reported."""
     library.add('foo', '')
     library.write('ops/foo/ff.py', '')
     monkeypatch.setenv(f'{library.prefix}_PER_OP', 'foo.ff=default')
@@ -746,7 +747,7 @@ def test_import_survives_every_value(environment, printed):
 
 
 def test_operations_have_no_variables_of_their_own():
-    """What chooses an implementation is a backend with a toggle, so that it is checked, explained and documented as one."""
+    """An implementation is chosen by a backend's toggle, so that it is checked, explained and documented as a backend."""
     root = Path(fla.__file__).parent
     named = []
     for file in root.rglob('*.py'):

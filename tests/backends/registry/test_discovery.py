@@ -1,4 +1,4 @@
-"""How an operation's own backends are found: lazily, once, and without one failure harming another."""
+"""Discovery of an operation's own backends: lazy, once, and without one failure affecting another package."""
 
 import inspect
 import logging
@@ -252,7 +252,7 @@ def test_a_broken_package_is_one_error_and_harms_nothing_else(library, caplog, k
     assert f'{library.name}.ops.op.backends' in text
     assert KIND.get(kind, kind) in text
     assert record.exc_info
-    # since Python 3.12, printing the traceback of `cannot import name` imports the package once more to suggest a name
+    # since Python 3.12, printing the traceback of `cannot import name` imports the package again to suggest a name
     again = 1 if kind == 'ModuleNotFoundError of its own' and sys.version_info >= (3, 12) else 0
     assert library.loads('op') == (1 + again if partial else 0)
     assert list(f.backends) == (['a', 'default'] if partial else ['default'])
@@ -432,7 +432,7 @@ WHILE_LOADING.append(f())
 
 
 def all_at_once(calls, timeout=30):
-    """Run each call on a thread of its own, all starting together; their results."""
+    """Runs each call on its own thread, all starting together; returns their results."""
     barrier = threading.Barrier(len(calls))
 
     def run(call):
@@ -472,7 +472,8 @@ def test_threads_that_race_a_path_import_and_instantiate_once(library, caplog):
 
 
 def test_two_threads_that_load_two_operations_that_call_each_other(library, caplog):
-    """Their import locks are taken in both orders. Python detects that, and dispatch must not take it for a failure."""
+    """The threads take their import locks in opposite orders. Python detects that; dispatch must not treat it as a
+    failure."""
     for mine, theirs in (('one', 'two'), ('two', 'one')):
         library.add(
             mine,
@@ -495,7 +496,7 @@ WHILE_LOADING = theirs()
 
 
 def test_a_thread_started_by_a_backend_module_may_call_what_is_loaded(library):
-    """A module that waits for a thread which needs that very module can only hang; another operation is no problem."""
+    """A module that waits for a thread which needs that module can only hang; another operation must work."""
     library.add('two', backend_source('b', 'registry'))
     body = f"""
 import threading

@@ -1,4 +1,4 @@
-"""Backends of distributions and modules that fla does not know: entry points and the plugin variable."""
+"""Backends from other distributions and modules: entry points and the plugin variable."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ HEAD = 'from fla.backends import BaseBackend\nCALLS = []\n'
 
 
 def plugin_source(name, operation='op', body='priority = 1', tail=''):
-    """A module whose `register` registers backend `name` for an operation."""
+    """Returns source of a module whose `register` registers the backend `name` for an operation."""
     return f"""{HEAD}
 {backend_source(name, '', body, register=False)}
 
@@ -31,7 +31,7 @@ def register(registries):
 
 
 def install(folder: Path, name: str, entry_points: str, version: str = '1.0', group: str = 'fla.backends') -> None:
-    """What an installer leaves behind of a distribution: its metadata."""
+    """Writes a distribution's metadata, as an installer does."""
     info = folder / f'{name.replace("-", "_")}-{version}.dist-info'
     info.mkdir()
     (info / 'METADATA').write_text(f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n')
@@ -263,7 +263,7 @@ def test_the_group_can_be_chosen(tmp_path, monkeypatch):
 
 
 def test_an_installed_distribution_extends_fla(tmp_path):
-    """A process that has the distribution on its path and nothing else: no import, no variable."""
+    """The distribution on the path is enough: the process sets no variable and imports nothing."""
     (tmp_path / 'acme_kernels.py').write_text(plugin_source('acme', operation='acme_op'))
     install(tmp_path, 'acme-kernels', 'acme = acme_kernels:register\nbroken = acme_no_such_module', '4.2.0')
     (tmp_path / 'use.py').write_text(

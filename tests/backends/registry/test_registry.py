@@ -1,4 +1,4 @@
-"""Who is registered: registration, its checks, its handle, provenance, listeners."""
+"""Registration of backends: checks, handles, provenance, listeners."""
 
 import ast
 import logging
@@ -34,7 +34,7 @@ from tests.backends.toy import Q, Toy
 
 
 def make(name='a', answer=None, method='f', **attributes):
-    """An instance whose class is new, with a method that returns `answer` (its name)."""
+    """Returns an instance of a new class with a method that returns `answer`, its name by default."""
 
     def implementation(self, q, k, scale=None, flag=False):
         return answer or name
@@ -362,7 +362,7 @@ def test_a_handle_takes_its_registration_back(toy):
 
 
 def stack(toy, caplog):
-    """Three backends called 'a', each from a place of its own."""
+    """Three backends named 'a', each from another place."""
     handles = [toy.registry.register(make(answer='first'))]
     handles.append(toy.registry.register(make(answer='second')))
     handles.append(toy.registry.register(make(answer='third')))
@@ -952,7 +952,7 @@ def test_reset_ends_listeners(toy):
 
 
 def test_a_new_backend_at_the_address_of_an_old_one_is_asked_itself(toy, monkeypatch):
-    """Answers are remembered per instance; an instance that is gone must not answer for the next one."""
+    """Answers are cached per instance; a freed instance must not answer for the next one at its address."""
     monkeypatch.setenv('FLA_REGISTRY_ID', 'x')
 
     def one(answer):
@@ -968,16 +968,16 @@ def test_a_new_backend_at_the_address_of_an_old_one_is_asked_itself(toy, monkeyp
 
 
 def test_every_declared_fact_is_read():
-    """A fact that nothing reads would be believed and not enforced."""
+    """A declared fact without a reader would not be enforced."""
     package = Path(fla.backends.__file__).parent
     read = set()
     for file in package.rglob('*.py'):
-        if file.name != 'declaration.py':  # looks at the form of all of them and acts on none
+        if file.name != 'declaration.py':  # checks the form of all facts, and enforces none
             nodes = ast.walk(ast.parse(file.read_text(encoding='utf-8')))
             read |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     facts = {name for name, kind in vars(BaseBackend)['__annotations__'].items() if 'ClassVar' in str(kind)}
     assert {'priority', 'devices', 'dtypes', 'min_capability', 'grad'} <= facts
-    # for tests of kernels
+    # read by tests of kernels
     assert facts - read <= {'tolerance'}
 
 

@@ -1,6 +1,7 @@
-"""For every registry, environment, policy and call: the rules, `explain`, the call, and the compiled call agree.
+"""The rules, `explain`, the eager call and the compiled call agree, for any registry, environment, policy and call.
 
-`expected` is the rules of dispatch once more, as a plain loop over plain data. It shares no code with the framework.
+`expected` implements the rules of dispatch a second time, as a plain loop over plain data. It shares no code with the
+framework.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fla.backends.core import logs
 from tests.backends.toy import Toy
 
 NAMES = ('a', 'b', 'c', 'd')
-# 'idle' is registered and has no method f: a name that is known and serves nothing here
+# 'idle' is registered but has no method f: a known name that cannot serve f
 KNOWN = ('idle', 'default', 'triton', 'VENDOR', 'native', 'reference', 'vendor:NV', 'vendor:other')
 SPELLINGS = {None: None, '1': True, ' On': True, '0': False, 'FALSE': False, 'maybe': None, '': None}
 
@@ -31,7 +32,7 @@ SPELLINGS = {None: None, '1': True, ' On': True, '0': False, 'FALSE': False, 'ma
 
 @dataclass
 class Drawn:
-    """One backend."""
+    """A drawn backend."""
 
     name: str
     kind: str
@@ -66,7 +67,7 @@ class Layer:
 
 @dataclass
 class Call:
-    """What f is called with."""
+    """The arguments of a call of f."""
 
     k: int
     dtype: torch.dtype
@@ -78,7 +79,7 @@ class Call:
 
 @dataclass
 class World:
-    """Everything a selection depends on."""
+    """Everything that a selection depends on."""
 
     backends: list
     default_verifier: str
@@ -89,7 +90,7 @@ class World:
 
 
 def yes_or_no(*few):
-    """Mostly the first."""
+    """Draws a boolean, mostly the first value."""
     return st.sampled_from([few[0]] * 3 + list(few))
 
 
@@ -120,7 +121,7 @@ def some(words, most, least=1):
 
 
 def layer(source, words):
-    """A policy that says one thing, or several."""
+    """Draws a policy with one or several settings."""
     make = partial(st.builds, Layer, st.just(source))
     return st.one_of(
         make(use=some(words, 2)),
@@ -175,7 +176,7 @@ def worlds(draw):
         env=draw(environments(words)),
         calls=draw(st.lists(calls, min_size=1, max_size=3)),
     )
-    # what seldom comes together by chance
+    # combinations that random draws rarely give
     leaning = draw(st.sampled_from(['nothing', 'nothing', 'strict wishes', 'demotion']))
     if leaning == 'strict wishes':
         world.scopes.append(Layer('policy_context()', prefer=draw(some(words, 3)), strict=True))
@@ -191,7 +192,7 @@ def worlds(draw):
 
 
 def ask(question, call):
-    """(what a verifier says, its reason): 'yes', 'no' or 'bug'."""
+    """Returns a verifier's answer, 'yes', 'no' or 'bug', and its reason."""
     return {
         'none': ('yes', None),
         'yes': ('yes', None),
@@ -205,7 +206,7 @@ def ask(question, call):
 
 @dataclass
 class Member:
-    """A candidate as the rules see it."""
+    """A candidate, with the facts that the rules read."""
 
     name: str
     kind: str
@@ -247,7 +248,7 @@ def layers_of(world):
 
 
 def speaks(layer, members):
-    """(verb, tokens) of a layer's order, or None. A forced choice that serves nothing here says nothing."""
+    """Returns (verb, tokens) of a layer's order, or None. A forced choice without a candidate for f does not count."""
     if layer.use and any(m.is_named(token) for m in members for token in layer.use):
         return 'use', layer.use
     if layer.only is not None:
@@ -256,7 +257,7 @@ def speaks(layer, members):
 
 
 def verdict(world, member, call, layers, forced):
-    """(verdict, part of the reason) of one candidate for one call."""
+    """Returns the verdict of a candidate for a call, and a part of the reason."""
     b = member.drawn
     if b is not None:
         if not b.available:
@@ -292,7 +293,7 @@ def verdict(world, member, call, layers, forced):
 
 
 def expected(world, call):
-    """(winner or None if the call raises, [(name, verdict, part of the reason) in the order they are asked])."""
+    """Returns the winner, or None if the call raises, and [(name, verdict, part of the reason)] in order of candidates."""
     members = by_priority(world)
     layers = layers_of(world)
     verb, words = next((said for said in (speaks(layer, members) for layer in layers) if said), ('prefer', ()))
@@ -333,7 +334,7 @@ def expected(world, call):
 
 
 def verifier_of(question):
-    """A method that says what `ask` says, in the framework's terms."""
+    """Returns a verifier method that answers like `ask`."""
 
     def k8(self, q):
         if q.shape[-1] == 8:
@@ -369,7 +370,7 @@ def implementation_of(b, number):
 
 
 def build(world):
-    """The world's operation, registered."""
+    """Registers the world's operation and backends."""
     verifier = verifier_of(world.default_verifier)
     toy = Toy(default_verifier=verifier and verifier.__get__(object()))
     for number, b in enumerate(world.backends, 1):
@@ -412,7 +413,7 @@ def policy(layer, op):
 
 @contextlib.contextmanager
 def inside(world):
-    """The world in force, and nothing of it afterwards."""
+    """Context in which the world is in force; leaves nothing of it."""
     dispatcher = default_dispatcher()
     catalogue = dispatcher.catalogue
     before = set(catalogue._functions), set(dispatcher.registries)
@@ -421,7 +422,7 @@ def inside(world):
     toy = build(world)
     try:
         with mock.patch.dict(os.environ, environ(world, toy.op)), contextlib.ExitStack() as stack:
-            # a registration may have read it: its methods are compared with functions of other tests, strictly or not
+            # a registration may have read the variable, which decides how strictly methods are compared with functions
             dispatcher.refresh()
             if world.code:
                 set_policy(policy(world.code, toy.op))
@@ -441,7 +442,7 @@ def arguments(call):
 
 
 def compare_with_explain(toy, world, call):
-    """What the rules say; `explain` must say the same."""
+    """Returns the result of the rules, after asserting that `explain` agrees."""
     winner, rows = expected(world, call)
     with torch.set_grad_enabled(call.grad_enabled):
         decision = explain(toy.f, *arguments(call))
@@ -460,7 +461,7 @@ def compare_with_explain(toy, world, call):
 
 
 def outcome(toy, function, call):
-    """The backend that ran, or None if the call raised."""
+    """Returns the name of the backend that ran, or None if the call raised."""
     with torch.set_grad_enabled(call.grad_enabled):
         try:
             return toy.name_of(function(*arguments(call)).detach())
@@ -512,7 +513,7 @@ def test_compiled_calls_agree(world):
 
 
 def test_the_rules_tell_calls_apart():
-    """The model itself: a world in which each call has another winner."""
+    """Tests the model itself, with a world in which each call has another winner."""
     plain = {
         'vendor': None, 'everywhere': False, 'default_enable': True, 'has_toggle': False, 'toggle': None,
         'available': True, 'devices': None, 'dtypes': None, 'grad': 'backward', 'lacks': (),

@@ -1,7 +1,7 @@
-"""Selection where gradients are made: stages called in an autograd.Function, checkpointing, inference-only backends.
+"""Selection with gradients: stages called in an autograd.Function, checkpointing, inference-only backends.
 
-The operation is `y = scale * x ** 2` by stages: `stage(x, scale)` squares, `stage_backward(x, dy, scale)` differentiates.
-Implementations that must be told apart compute the same value by another formula, and note that they ran.
+The operation is `y = scale * x ** 2` in stages: `stage(x, scale)` squares, `stage_backward(x, dy, scale)` differentiates.
+Backends compute the same value by different formulas, and record that they ran.
 """
 
 import pytest
@@ -25,7 +25,7 @@ from tests.backends.toy import Toy
 
 
 class Staged:
-    """An operation of two dispatched stages and the Function around them."""
+    """An operation with two dispatched stages, and the autograd.Function that calls them."""
 
     def __init__(self, number):
         self.op = op = f'staged{number}'
@@ -98,7 +98,7 @@ def gradient(function, x):
 
 
 def oracle(x, scale=0.5):
-    """The gradient in float64, from the formula."""
+    """Returns the gradient in float64, from the formula."""
     return (2 * scale * x.double()).to(x.dtype)
 
 
@@ -135,7 +135,7 @@ def test_forward_and_backward_are_selected_on_their_own(staged, monkeypatch):
 
 @pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
 def test_both_in_one_compiled_function(staged, monkeypatch, backend):
-    """What was compiled is the pair; a toggle flipped before the forward pass selects both anew."""
+    """Forward and backward are compiled as a pair; a toggle flipped before the forward pass re-selects both."""
     torch.manual_seed(0)
     with torch._dynamo.config.patch(recompile_limit=64):
         counter = CompileCounterWithBackend(backend)
@@ -166,7 +166,7 @@ def test_compiled_selects_the_backward_by_its_own_shapes(staged):
 
 
 def test_a_toggle_between_forward_and_backward(staged, monkeypatch):
-    """Eager selects the backward when it runs; a compiled pair is kept."""
+    """Eager code selects the backward when it runs; a compiled pair stays as it was compiled."""
     for function, expected in ((staged, 'default'), (torch.compile(staged, backend='aot_eager'), None)):
         monkeypatch.setenv('FLA_STAGED_BACKWARD', '0')
         monkeypatch.setenv('FLA_STAGED_VENDOR', '1')
@@ -191,9 +191,10 @@ def test_double_backward_and_gradcheck(staged):
 
 
 class Unequal(Toy):
-    """Two backends whose results differ, and with them what they save for the backward pass: `a` multiplies by 2, `b` by 3.
+    """Two backends with different results: `a` multiplies by 2, `b` by 3. They therefore save different tensors for
+    backward.
 
-    The gradient of `(n * x) * x` is `n * x` of the graph plus the `n * x` that was saved, or recomputed.
+    The gradient of `(n * x) * x` is the graph's `n * x` plus the saved or recomputed `n * x`.
     """
 
     def __init__(self):
@@ -211,7 +212,7 @@ def _times(number):
 
 
 def recomputed_gradient(toy, between, **options):
-    """Half the gradient of `n * x * x` at 1, whose recomputation happens after `between()`."""
+    """Returns half the gradient of `n * x * x` at 1; calls `between()` before the recomputation."""
     x = torch.ones(2, 8, requires_grad=True)
     y = checkpoint(lambda value: toy.f(value, value), x, **options)
     between()
@@ -257,14 +258,14 @@ def test_checkpoint_contexts_of_nested_checkpoints(monkeypatch):
 
 
 def test_without_checkpoint_contexts_the_recomputation_selects_anew(monkeypatch):
-    """PyTorch compares metadata only, so this is silent: hence `checkpoint_contexts`, or freezing."""
+    """PyTorch compares only metadata, so it does not report this. `checkpoint_contexts` or freezing prevents it."""
     toy = Unequal()
     between = lambda: monkeypatch.setenv('FLA_TOY_A', '0')  # noqa: E731
     assert recomputed_gradient(toy, between, use_reentrant=False) == (2 + 3) / 2
 
 
 def test_reentrant_checkpoint():
-    """It hides grad mode from the first pass: an inference-only backend may run it, and the gradient must be right."""
+    """The first pass runs without grad mode, so an inference-only backend may serve it; the gradient must be right."""
     toy = Unequal()
     toy.add('inference', priority=0, grad='none')
     with trace() as t:
@@ -376,7 +377,7 @@ def test_a_tensor_or_a_number():
 
 
 def test_forward_mode_refuses_inference_only_backends(toy):
-    """`no_grad` does not switch forward-mode AD off: the tangent would be lost."""
+    """`no_grad` does not disable forward-mode AD: the tangent would be lost."""
     import torch.autograd.forward_ad as forward_ad
 
     x = torch.ones(2, 8)
@@ -400,7 +401,7 @@ def test_jvp():
 
 @pytest.mark.parametrize('compiled', [False, True])
 def test_func_grad(compiled):
-    """Inside torch.func.grad a tensor requires grad only at its own level."""
+    """In torch.func.grad a tensor requires grad only at its own level."""
     toy = Unequal()
     toy.add('fast', grad='none', priority=0)
     function = torch.func.grad(lambda v: toy.f(v, v).sum())
@@ -415,7 +416,7 @@ def test_func_grad(compiled):
 
 
 def test_compiled_code_under_a_transform():
-    """Dynamo refuses to trace it, and eager runs."""
+    """Dynamo cannot trace it, and eager code runs."""
     toy = Unequal()
     toy.add('fast', grad='none', priority=0)
     compiled = torch.compile(lambda v: toy.f(v, v) + 0, backend='aot_eager')
@@ -460,7 +461,7 @@ def test_hooks_and_retained_graphs(staged):
 
 
 def test_backward_on_another_thread(staged):
-    """Autograd runs the backward of an accelerator on its own thread; policy is of the process."""
+    """Autograd runs an accelerator's backward on its own thread; a policy applies to the whole process."""
     import threading
 
     x = torch.full((4, 8), 2.0, requires_grad=True)

@@ -1,6 +1,6 @@
-"""Compiled callers select what eager callers select: no graph break, nothing stale, no needless recompile.
+"""Compiled callers select the same backend as eager callers, without graph breaks, stale choices or needless recompilations.
 
-Every expectation is compared with eager. `Compiled.frames` counts the graphs handed to the compiler.
+Each expectation is also compared with eager code. `Compiled.frames` counts the graphs that the compiler received.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures('many_recompiles')
 
 
 class Scenario:
-    """Every kind of condition a call can be selected on. `rows` yields what is changed and what must run then."""
+    """One kind of condition for a selection. `rows` yields each change and the backend that must then run."""
 
     def __init__(self, monkeypatch):
         self.monkeypatch = monkeypatch
@@ -119,7 +119,7 @@ def test_what_changes_is_selected_anew(monkeypatch, backend, dynamic):
     scenario = Scenario(monkeypatch)
     f = Compiled(scenario.toy, lambda q, **kwargs: scenario.toy.f(q, q, **kwargs) + 0, backend, dynamic=dynamic)
     for label, args, kwargs, expected in scenario.rows():
-        # once compiled before eager, once after: neither may warm up the other
+        # compiled before eager, then after: neither may warm up the other
         assert (label, f(*args, **kwargs)) == (label, expected)
         assert (label, f.eager(*args, **kwargs)) == (label, expected)
         assert (label, f(*args, **kwargs)) == (label, expected)
@@ -263,7 +263,7 @@ def test_the_profiler_costs_nothing():
 
 
 def test_scopes_around_other_code_cost_nothing():
-    """A scope in the compiled region that does not concern the call around it."""
+    """A scope in the compiled region must not affect the calls outside the scope."""
     toy, other = two(), two()
 
     def function(q, k):
@@ -281,7 +281,7 @@ def test_scopes_around_other_code_cost_nothing():
 
 
 def lazily(backend, q, k):
-    """Reads sizes on both sides; its reason carries them without formatting."""
+    """Reads sizes of both tensors; its reason holds them unformatted."""
     if q.shape[-1] % 8 != 0 or k.shape[-1] > 256:
         return False, ('K must be a multiple of 8 up to 256, got %s and %s', q.shape[-1], k.shape[-1])
     return (True, None) if q.shape[1] >= 4 else (False, ('T=%s is short', q.shape[1]))
@@ -359,7 +359,7 @@ def test_several_cold_functions_in_one_trace():
 
 @pytest.mark.parametrize('after', [False, True])
 def test_a_cold_function_beside_a_graph_break(after):
-    """Dynamo then traces the caller twice, and insists on seeing the same."""
+    """Dynamo then traces the caller twice, and requires the same result."""
     toy = toggled()
 
     def function(q):
@@ -404,7 +404,7 @@ def test_a_new_platform_in_a_trace():
 
 
 def test_an_implementation_with_a_graph_break():
-    """It may break inside; the selection around it still works, and the rest is compiled."""
+    """The break is inside the implementation; selection still works, and the rest is compiled."""
     toy = toggled()
 
     class Breaking(BaseBackend):
@@ -429,7 +429,7 @@ def test_an_implementation_with_a_graph_break():
 
 
 def test_a_module_with_parameters():
-    """Parameters are no plain tensors; a module is compiled as a whole."""
+    """Parameters are not plain tensors; a module is compiled as a whole."""
     toy = toggled()
 
     class Layer(torch.nn.Module):
@@ -468,7 +468,7 @@ def test_threads_compile_at_the_same_time(monkeypatch):
 
 
 def test_compiled_callers_survive_a_thousand_plans():
-    """Code objects of old plans are freed and their addresses used again: no guard may mistake one for another."""
+    """Code objects of old plans are freed and their addresses reused: no guard may confuse two of them."""
     f = Compiled(two())
     assert f() == 'a'
     for number in range(1000):
@@ -686,7 +686,7 @@ def test_frozen(monkeypatch):
 
 @pytest.mark.parametrize('fullgraph', [True, False])
 def test_a_scope_inside_while_frozen(fullgraph):
-    """As in eager: an error, never a choice the manifest does not have."""
+    """Raises as eager code does; never makes a choice that is not in the manifest."""
     toy = two()
     f = Compiled(toy, lambda q: inside_plain(toy, q), fullgraph=fullgraph)
     freeze_dispatch()

@@ -1,4 +1,4 @@
-"""What changes while another thread compiles: a compiled caller chooses as eager does from its next call on."""
+"""Changes while another thread compiles: from its next call on, a compiled caller chooses as eager code does."""
 
 import sys
 import threading
@@ -39,7 +39,7 @@ CHANGES = {deny: 'b', deny_and_call: 'b', register: 'new', deprecate: 'b', scope
 
 
 class Paused:
-    """A compiler that waits for a change by another thread, and the thread."""
+    """A compiler that waits until another thread has made a change, and that thread."""
 
     def __init__(self, change):
         self.started, self.changed = threading.Event(), threading.Event()
@@ -65,7 +65,7 @@ def test_a_change_while_another_thread_compiles(change, warm):
         assert toy.ran() == 'a'
     paused = Paused(lambda: change(toy))
     f = Compiled(toy, backend=paused)
-    assert f() == 'a'  # what was in force when the call began
+    assert f() == 'a'  # the state when the call began
     paused.thread.join(WAIT)
     assert [f(), f()] == [CHANGES[change]] * 2  # without an eager call in between
     assert f.agrees() == CHANGES[change]
@@ -90,6 +90,6 @@ def test_names_of_a_renewed_plan_live_as_long_as_it_does():
 
 
 def test_another_thread_is_importing_dynamo(monkeypatch):
-    """A module is listed from the beginning of its import on, with what it has by then."""
+    """`sys.modules` lists a module from the start of its import, when it is still incomplete."""
     monkeypatch.setitem(sys.modules, 'torch._dynamo.convert_frame', types.ModuleType('torch._dynamo.convert_frame'))
     assert not another_thread_compiles()

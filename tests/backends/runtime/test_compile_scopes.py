@@ -1,4 +1,4 @@
-"""Policy scopes inside and around a compiled region: what eager code would select, and nothing left behind."""
+"""Policy scopes inside and around a compiled region select as in eager code, and leave nothing behind."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ from tests.backends.compiled import Compiled, Q, inside_plain, nothing_is_left, 
 
 pytestmark = pytest.mark.usefixtures('many_recompiles')
 
-# made outside: a Policy is no value that Dynamo makes
+# made outside the region: Dynamo cannot construct a Policy
 ONLY_DEFAULT = Policy(use='default')
 
 
@@ -119,7 +119,7 @@ INSIDE = {
 @pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
 @pytest.mark.parametrize('function', INSIDE)
 def test_a_scope_inside(function, backend, warm):
-    """In fullgraph mode, compiled before any eager call (cold) and after one."""
+    """With fullgraph, compiled before any eager call (cold) and after one."""
     toy = two()
     expected = INSIDE[function]
     f = Compiled(toy, lambda q: function(toy, q), backend)
@@ -192,7 +192,7 @@ def broken_by_a_disabled_function(toy, q):
 
 
 def broken_by_hand(toy, q):
-    """Entered in one graph, left in another: what is in between runs in eager, and so may what is entered there."""
+    """Enters a scope in one graph and leaves it in another; code in between runs eagerly, with scopes that it may enter."""
     scope = use_backend('b', op=toy.op)
     scope.__enter__()
     one = toy.f(q, q)
@@ -246,7 +246,7 @@ BROKEN = {
 @pytest.mark.parametrize('warm', [False, True])
 @pytest.mark.parametrize('function', BROKEN)
 def test_a_graph_break_inside_a_scope(function, warm):
-    """Dynamo restarts or abandons a trace at a graph break: no scope may leak, get lost, or apply twice."""
+    """Dynamo restarts or abandons a trace at a graph break: a scope must not leak, be lost or apply twice."""
     toy = two()
     f = Compiled(toy, lambda q: function(toy, q), fullgraph=False)
     if warm:
@@ -277,7 +277,8 @@ def test_an_error_that_leaves_a_scope(broken):
 
 
 def test_a_scope_that_was_made_outside():
-    """Dynamo enters no context manager from outside the region: in fullgraph mode that is its error, never silence."""
+    """Dynamo cannot enter a context manager from outside the region: with fullgraph it must raise, never ignore the
+    scope."""
     toy = two()
     scope = use_backend('b', op=toy.op)
 
@@ -299,7 +300,7 @@ def test_an_unknown_name_in_a_scope_inside():
         with use_backend('nobody', op=toy.op):
             return toy.f(q, q)
 
-    # fullgraph: Dynamo reports the error that the program would raise as its own
+    # with fullgraph, Dynamo wraps the program's error in its own
     for fullgraph, error in ((True, torch._dynamo.exc.Unsupported), (False, UnknownNameError)):
         with pytest.raises(error, match="unknown backend 'nobody'"):
             Compiled(toy, function, fullgraph=fullgraph)(Q)
@@ -353,7 +354,7 @@ def test_a_verifier_and_a_registration_under_a_scope_inside():
 
 
 def test_plans_for_scopes_inside_are_bounded():
-    """Each trace must not leave another plan behind."""
+    """A trace must not add a plan each time."""
     toy = two()
     box = toy.f.__fla_entry__._traced.box
     f = Compiled(toy, lambda q: inside_plain(toy, q))

@@ -1,4 +1,4 @@
-"""A dispatched function is the function it decorates, to everyone who looks at it, calls it, copies it or wraps it."""
+"""A dispatched function behaves like the decorated one when it is inspected, called, copied or wrapped."""
 
 import asyncio
 import copy
@@ -40,7 +40,7 @@ DEFAULT_LIST: list = [1]
 
 
 class Config:
-    """A default that has no literal."""
+    """A default value without a literal."""
 
 
 CONFIG = Config()
@@ -64,7 +64,7 @@ def plain(
     return q, {'k': k, 'scale': scale, 'shapes': shapes, 'config': config, 'names': names, 'flag': flag, **options}
 
 
-# An operation needs a registry, or a package in which backends would be.
+# An operation needs a registry or a package for its backends.
 REGISTRY = BackendRegistry('entrytest')
 for _operation in ('entrycell', 'entryouter'):
     BackendRegistry(_operation)
@@ -78,7 +78,7 @@ def module_level(q, k=None):
 
 @pytest.fixture(params=['cold', 'hot', 'with a backend'])
 def function(request):
-    """`plain`, dispatched, in each state."""
+    """`plain`, dispatched, in each state of an entry point."""
     made = dispatch('entrytest')(plain)
     if request.param == 'with a backend':
 
@@ -119,7 +119,7 @@ def test_introspection(function):
 
 
 def test_own_signature_without_following_wrapped(function):
-    """Tools that do not follow `__wrapped__` see the same parameters."""
+    """Tools that ignore `__wrapped__` see the same parameters."""
     own, theirs = inspect.signature(function, follow_wrapped=False), inspect.signature(plain)
     assert [(p.name, p.kind, p.default) for p in own.parameters.values()] == [
         (p.name, p.kind, p.default) for p in theirs.parameters.values()
@@ -200,7 +200,7 @@ SELF = 'def f(this, q, self=None): return "narrow", self'
 
 @pytest.mark.parametrize('name', ['type', 'getattr', 'dict', 'len', 'Exception', 'isinstance', 'object', 'self', 'f'])
 def test_parameters_named_like_builtins(name):
-    """The generated code must not trip over a parameter that hides a builtin."""
+    """The generated code must work with parameters that shadow builtins."""
     scope = {}
     exec(f'def f(q, {name}=None, *args, **kwargs): return "default", {name}', scope)
     operation = f'entry_{name}'
@@ -290,7 +290,7 @@ def test_errors_of_a_check_and_of_no_backend_point_at_the_call():
 
 
 def test_torch_compiler_disable_in_either_order():
-    """FLA #1110: with torch < 2.11 the marks of a disabled function led past the dispatcher."""
+    """FLA #1110: with torch < 2.11 the marks of a disabled function bypassed the dispatcher."""
     registry = BackendRegistry('entrydisable')
 
     @dispatch('entrydisable')
@@ -376,7 +376,7 @@ def test_attributes_of_the_function_stay():
 
 
 def test_a_function_dispatched_twice():
-    """The default of one operation may be a function of another."""
+    """The default of one operation may be a dispatched function of another."""
     inner = Toy()
     inner.add('a')
     outer = dispatch('entryouter')(inner.f)
@@ -427,7 +427,7 @@ def test_methods():
     )
     registry.register(Backend())
     assert (layer.static(Q.half()), layer.static(Q)) == ('backend', 'default')
-    # `self` is a parameter like any other: a backend that does not name it is not asked
+    # `self` is an ordinary parameter: a backend whose method lacks it is not asked
     assert layer.apply(Q.half()) == 'default 3'
     assert Layer.apply.__qualname__.endswith('Layer.apply')
     assert inspect.signature(layer.apply) == inspect.Signature(
@@ -620,7 +620,7 @@ def test_plans_kept_for_policies_are_bounded():
 
 
 def test_code_of_an_evicted_plan_runs_to_its_end():
-    """A thread in the middle of an old plan never meets a NameError."""
+    """A thread that runs an old plan must not get a NameError."""
     started, go_on = threading.Event(), threading.Event()
     toy = Toy()
 
@@ -650,7 +650,7 @@ def test_code_of_an_evicted_plan_runs_to_its_end():
 
 
 def test_values_of_one_plan_are_not_taken_by_another():
-    """Two backends whose names differ only in punctuation, and an old plan that is freed after a new one was made."""
+    """Two backends' names differ only in punctuation, and an old plan is freed after the new one was made."""
     toy = Toy()
     toy.add('x.y', dtypes=(torch.float32,), priority=1)
     toy.add('x_y', dtypes=(torch.float16,), priority=2)

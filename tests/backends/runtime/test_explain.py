@@ -1,4 +1,4 @@
-"""What can be seen, asked for by name, fixed, and compared: explain, describe, trace, resolve, bind, freeze, manifest."""
+"""explain, describe, trace, resolve, bind, freeze and manifest."""
 
 import copy
 import inspect
@@ -53,7 +53,7 @@ from tests.backends.toy import Q, Toy
 
 @pytest.fixture
 def toy():
-    """a takes K = 8 only, b is switched by FLA_TOY_B, gone is not installed."""
+    """Backend a accepts only K = 8, b has the toggle FLA_TOY_B, gone is not installed."""
     made = Toy()
     made.add('a', accepts=lambda self, q: (q.shape[-1] == 8, ('K must be 8, got %s', q.shape[-1])))
     made.add('b', env_var='FLA_TOY_B', default_enable=False, kind='native')
@@ -118,7 +118,7 @@ def test_a_bad_call_is_the_same_type_error(toy, args, kwargs):
 
 
 class Kernel(BaseBackend):
-    """Needs a Hopper and a package nobody has."""
+    """A backend that needs a Hopper GPU and a package that does not exist."""
 
     backend_type = 'kernel'
     package_name = 'no_such_package_anywhere'
@@ -362,7 +362,8 @@ def test_profiler_ranges(toy):
 
 @pytest.mark.parametrize('known', [False, True], ids=['first call', 'first call on that device'])
 def test_a_profiler_meets_a_new_platform(toy, known):
-    """What opens ranges stands for a plan, and asks for another one in its name: nobody would answer its own."""
+    """Code with profiler ranges stands in for a plan, and requests another plan under its name: no code would answer its own
+    request."""
     if known:
         toy.ran()
     meta = torch.empty(2, 16, device='meta')
@@ -371,7 +372,7 @@ def test_a_profiler_meets_a_new_platform(toy, known):
             toy.f(q, q)
             toy.f(q, q)
     counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith('fla::')}
-    assert counts == {'fla::f[a]': 2, 'fla::f[plain]': 2}  # the second serves what has no memory
+    assert counts == {'fla::f[a]': 2, 'fla::f[plain]': 2}  # the second serves tensors without data
 
 
 # -- resolve, bind, by name -------------------------------------------------------------------------------------------------
@@ -388,7 +389,7 @@ def test_resolve_is_the_callable_this_call_would_run(toy, monkeypatch):
     assert len(asked) == count
     assert toy.name_of(toy.f.resolve(Q, Q)(Q, Q)) == 'a'
     assert toy.name_of(toy.f.resolve(Q[:, :4], Q)(Q, Q)) == 'default'
-    assert toy.f.resolve(Q[:, :4], Q) is toy.f.__wrapped__  # of one signature: nothing stands between
+    assert toy.f.resolve(Q[:, :4], Q) is toy.f.__wrapped__  # equal signatures: there is no wrapper
     with use_backend('gone', op=toy.op), pytest.raises(NoBackendError, match='not installed'):
         toy.f.resolve(Q, Q)
 

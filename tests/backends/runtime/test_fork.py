@@ -1,4 +1,4 @@
-"""Forked and spawned processes: the child keeps registry and policy, loads what was half loaded, and never hangs."""
+"""Forked and spawned processes: a child keeps registry and policy, reloads half-loaded modules, and never hangs."""
 
 import importlib.machinery
 import importlib.util
@@ -42,7 +42,7 @@ pytestmark = [
 
 
 def in_child(function, timeout=30):
-    """Fork, call `function` in the child, and return its (JSON) result. A child that hangs is killed and fails the test."""
+    """Forks, calls `function` in the child and returns its JSON result. A child that hangs is killed and fails the test."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -134,7 +134,7 @@ def test_the_child_goes_on_in_the_scope_of_the_thread_that_forked():
 
 
 def test_scopes_of_threads_that_do_not_exist_in_the_child_are_left():
-    """Nobody in the child would ever leave them."""
+    """No thread of the child could leave them."""
     toy = Toy()
     toy.add('a')
     toy.add('b')
@@ -243,7 +243,7 @@ def test_forking_while_another_thread_holds_the_lock():
 
 
 def fork_in_the_middle(library, start, child, began, finish):
-    """Fork while another thread is inside `start()`, which sets the file `began` and waits for the file `finish`."""
+    """Forks while another thread is inside `start()`, which writes the file `began` and waits for the file `finish`."""
     results = []
     thread = threading.Thread(target=lambda: results.append(start()))
     thread.start()
@@ -263,7 +263,7 @@ def fork_in_the_middle(library, start, child, began, finish):
 
 @pytest.fixture
 def slow(tmp_path):
-    """Source that waits in the parent, until the file `finish` exists, and not in a child."""
+    """Returns source that waits in the parent until the file `finish` exists, and does not wait in a child."""
     began, finish = tmp_path / 'began', tmp_path / 'finish'
     source = dedent(
         f"""
@@ -336,7 +336,7 @@ def test_forking_while_another_thread_loads_plugins(library, slow, tmp_path, mon
 
 
 def test_forking_while_another_thread_creates_a_module(library, slow, monkeypatch):
-    """As a big extension module does: its import lock is taken, and there is no module in `sys.modules` yet."""
+    """Like a large extension module: its import lock is held, and `sys.modules` does not list it yet."""
     source, began, finish = slow
     library.add('op', backend_source('a', 'registry'))
     f = library.f('op')
@@ -380,7 +380,7 @@ def test_forking_while_a_third_thread_waits_for_the_import(library, slow):
 
 
 def test_a_backend_module_that_forks_while_it_loads(library):
-    """Some packages probe a driver in a child so that the parent's stays asleep."""
+    """Some packages probe a driver in a child, so that the parent does not initialise it."""
     body = f"""
 from tests.backends.runtime.test_fork import in_child
 from {library.name}.ops.op import f
@@ -394,7 +394,7 @@ FOUND = in_child(f)
 
 
 def test_a_module_that_was_loaded_stays_loaded_in_the_child(library, slow):
-    """Only what another thread was in the middle of is loaded again."""
+    """Only a module that another thread was loading is loaded again."""
     source, began, finish = slow
     library.add('done', backend_source('a', 'registry'))
     library.add('op', source + backend_source('b', 'registry'))
@@ -457,7 +457,7 @@ def answer(self, q, k, scale=None, flag=False):
 
 @pytest.mark.gpu
 def test_cuda_is_usable_in_a_child_after_cpu_calls_in_the_parent():
-    """In a process of its own: this one may have woken the driver for another test."""
+    """Runs in a new process: another test may have initialised the driver in this one."""
     source = """
         import os
         import torch

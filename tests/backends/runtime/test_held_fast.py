@@ -1,4 +1,4 @@
-"""What must not change behind somebody's back, and code that must not run under the lock."""
+"""Registered data that must not change later, and foreign code that must not run under the lock."""
 
 import logging
 import sys
@@ -30,7 +30,8 @@ from tests.backends.toy import Q, Toy
 
 
 def nobody_else_waits():
-    """Called by a backend's own code: the lock is free, so that whatever this imports or starts cannot wait for it."""
+    """Asserts, from a backend's own code, that the lock is free, so that imports and threads started there cannot wait
+    for it."""
     taken = []
     thread = threading.Thread(target=lambda: taken.append(lock.acquire(timeout=5)) or lock.release())
     thread.start()
@@ -71,7 +72,7 @@ def test_no_backend_code_runs_under_the_lock(monkeypatch):
     toy.registry.register(Careful())
     assert toy.ran() == 'careful'
     for change in (use_backend('careful'), prefer_backend('careful'), deny_backends('vendor')):
-        Toy().ran()  # another operation is loaded meanwhile
+        Toy().ran()  # meanwhile another operation is loaded
         with change:
             toy.ran()
     monkeypatch.setenv('FLA_CAREFUL', '0')

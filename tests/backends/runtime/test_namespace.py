@@ -1,4 +1,4 @@
-"""A package outside fla with its own operations, variables and policies."""
+"""Namespaces: a package outside fla with its own operations, variables and policies."""
 
 import pytest
 
@@ -32,7 +32,7 @@ TWO = backend_source('a', 'registry', "env_var = 'TOGGLE_OF_A'") + backend_sourc
 
 @pytest.fixture
 def twins(library):
-    """`f` of operation `op` in a namespace of its own, and in fla's, with the same backends."""
+    """Returns `f` of the operation `op` in another namespace and in fla's, with the same backends."""
     library.add('op', TWO)
     registry = BackendRegistry('op')
     exec(TWO, {'BaseBackend': BaseBackend, 'registry': registry})

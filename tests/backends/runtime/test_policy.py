@@ -1,4 +1,4 @@
-"""Who is allowed, who said so: layers, scopes, filters, tokens, wishes. Every test says which backend ran."""
+"""Policy layers, scopes, filters, tokens and preferences. Each test names the backend that ran."""
 
 import contextlib
 import itertools
@@ -37,7 +37,7 @@ def warnings(caplog, *words):
 
 @pytest.fixture
 def toy():
-    """a (vendor NVIDIA, toggle FLA_TOY_A), b (native), c and d (vendor), in this order; then default; then plain."""
+    """Backends a (vendor NVIDIA, toggle FLA_TOY_A), b (native), c and d (vendor), in this order, then default and plain."""
     made = Toy()
     made.add('a', vendor='NVIDIA', env_var='FLA_TOY_A')
     made.add('b', kind='native')
@@ -48,7 +48,7 @@ def toy():
 
 
 def left(toy):
-    """What policy leaves, in order."""
+    """Returns the candidates that the policy allows, in order."""
     return [c.name for c in explain(toy.f, Q, Q).candidates if c.verdict not in ('excluded', 'disabled')]
 
 
@@ -104,7 +104,7 @@ def test_the_highest_layer_that_speaks_wins(toy, monkeypatch, layers, lowest_fir
 
 
 def test_order_is_one_layer_whole(toy, monkeypatch):
-    """What the winning layer does not name follows by priority; the order of a lower layer is gone, not mixed in."""
+    """Candidates that the winning layer does not name follow by priority; a lower layer's order is ignored."""
     monkeypatch.setenv('FLA_PREFER', 'd')
     assert left(toy) == ['d', 'a', 'b', 'c', 'default', 'plain']
     with prefer_backend('c', op=toy.op):
@@ -127,7 +127,7 @@ def test_a_layer_for_another_function_does_not_speak(toy, monkeypatch):
     [('{op}=b|c', 'b c'), ('{op}=default', 'default'), ('{op}=b', 'b'), ('{op}.f=c;{op}=b', 'c'), ('{op}=', '')],
 )
 def test_per_op_is_exclusive(toy, monkeypatch, value, order):
-    """What is not listed is not tried, the default included."""
+    """Unlisted candidates are not tried, including the default."""
     monkeypatch.setenv('FLA_PER_OP', value.format(op=toy.op))
     assert left(toy) == order.split()
     if order:
@@ -228,7 +228,7 @@ def test_interleaved_generators_leave_no_stale_policy(toy):
         one, two = generator(first), generator(second)
         assert (next(one), toy.ran()) == (first, first)
         assert (next(two), toy.ran()) == (second, second)
-        one.close()  # the outer one ends first
+        one.close()  # the outer scope ends first
         assert toy.ran() == second
         two.close()
         assert toy.ran() == 'a'
@@ -257,7 +257,7 @@ def test_interleaved_threads_leave_no_stale_policy_and_are_warned_once(toy, capl
             thread = threading.Thread(target=other)
             thread.start()
             assert entered.wait(30)
-            assert toy.ran() == 'c'  # process-wide: the newest scope, whichever thread entered it
+            assert toy.ran() == 'c'  # scopes apply to the process: the newest one counts, from any thread
         assert toy.ran() == 'c'
         leave.set()
         thread.join(30)
@@ -544,7 +544,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest_match(toy, row):
         act(toy.op)
     assert text in str(info.value)
     assert f'Did you mean {nearest}' in str(info.value)
-    assert toy.ran() == 'a'  # nothing of it stays in force
+    assert toy.ran() == 'a'  # none of it remains in force
     assert get_policy() is None
     assert default_dispatcher().control.now.scopes == ()
 
@@ -669,8 +669,8 @@ def test_an_unmet_wish_warns_once_and_raises_under_strict(monkeypatch, caplog, l
     ('wish', 'flag', 'ran'),
     [
         (('a',), False, 'a'),
-        (('a', 'b'), True, 'b'),  # one of the wishes is met
-        (('vendor',), True, 'b'),  # a kind is a preference, not a wish for one backend
+        (('a', 'b'), True, 'b'),  # one of the preferences is met
+        (('vendor',), True, 'b'),  # a kind is a general preference, not one for a specific backend
         (('reference',), True, 'b'),
         (('vendor:nobody',), True, 'b'),
         (('gone', 'a'), False, 'a'),
@@ -709,7 +709,7 @@ def test_require_first(monkeypatch, toy):
             with pytest.raises(NoBackendError, match='require_first'):
                 picked.f(Q, Q, flag=True)
             assert explain(picked.f, Q, Q, flag=True).winner is None
-            # what is not available or not enabled is no first candidate
+            # an unavailable or disabled backend is not the first candidate
             monkeypatch.setenv('FLA_TOY_A', '0')
             assert picked.ran(Q, Q, flag=True) == 'b'
             monkeypatch.delenv('FLA_TOY_A')

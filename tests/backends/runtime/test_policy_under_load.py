@@ -1,4 +1,4 @@
-"""The script that changes everything around running calls, in short."""
+"""benchmarks/policy_under_load.py, in a short run."""
 
 import json
 import os

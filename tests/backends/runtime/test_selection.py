@@ -106,7 +106,7 @@ def test_a_backend_without_the_method_is_no_candidate():
 
 
 def demoting():
-    """a and b say they should not when flag is set; c always should; plain is a reference."""
+    """Backends a and b are demoted when flag is set, c never is; plain is a reference."""
     toy = Toy(default_verifier=lambda scale: (scale is None, 'no scale'))
     toy.add('a', prefers=lambda self, flag: (not flag, 'slow with flag'))
     toy.add('b', prefers=lambda self, flag: (not flag, 'slower with flag'))
@@ -119,8 +119,8 @@ def demoting():
     ('denied', 'scale', 'ran'),
     [
         ((), None, 'c'),
-        (('c',), None, 'default'),  # the default is one of the other eligible ones
-        ((), 1.0, 'a'),  # only demoted ones are left, and they stand before the reference
+        (('c',), None, 'default'),  # the default is one of the other eligible candidates
+        ((), 1.0, 'a'),  # only demoted candidates are left, which precede the reference
         (('a',), 1.0, 'b'),
         (('a', 'b'), 1.0, 'plain'),
     ],
@@ -423,7 +423,7 @@ def test_a_verifier_is_asked_on_every_call_and_stops_at_the_winner():
 
 
 def lacking(default):
-    """A function with a parameter `extra` of that default, and a backend that has never heard of it."""
+    """Returns a function with a parameter `extra` and its default, and a backend whose method lacks the parameter."""
     op = Toy().op + '_lacking'
     registry = BackendRegistry(op)
 
@@ -514,7 +514,7 @@ def rest_of(method):
         (lambda self, q, k, scale=None, **kwargs: 'a', {'plain', 'scale', 'kwargs'}),
         (lambda self, q, k, scale=None: 'a', {'plain', 'scale'}),
         (lambda self, q, k, **kwargs: 'a', {'plain', 'kwargs'}),
-        (lambda self, q, **kwargs: 'a', set()),  # a required argument that only **kwargs takes is not honoured
+        (lambda self, q, **kwargs: 'a', set()),  # a required argument that only **kwargs accepts is not used
         (lambda self, *, k, q: 'a', {'plain'}),
         (lambda self, k, q: 'a', {'plain'}),
         (lambda self, q, k, unknown=None: 'a', {'plain'}),
@@ -652,7 +652,7 @@ def test_probe(answer, usable, word):
 
 @pytest.mark.parametrize('compiled', [False, True])
 def test_what_is_off_is_not_probed(monkeypatch, compiled):
-    """A probe may import a package and compile for minutes."""
+    """A disabled backend is not probed, since a probe may import a package and compile for minutes."""
     asked = []
     toy = Toy()
     toy.add('a', env_var='FLA_TOY_A', default_enable=False, probe=lambda self, device: not asked.append(device))
@@ -681,7 +681,7 @@ def test_what_is_off_is_not_probed(monkeypatch, compiled):
 
 
 def pretend(monkeypatch, *devices, rocm=False):
-    """The dispatcher sees these devices."""
+    """Makes the dispatcher see these devices."""
     monkeypatch.setattr(fla.utils.devices, 'is_rocm_build', lambda: rocm)
     monkeypatch.setattr(
         default_dispatcher(), 'device_facts', lambda platform: tuple(d for d in devices if d.platform == platform)
@@ -741,7 +741,7 @@ def test_min_capability_of_unlike_devices(monkeypatch):
     assert decision['hopper'].verdict == 'unavailable'
     assert decision['hopper'].reason.endswith('needs compute capability 9.0, A100 has 8.0')
     assert explain(toy.f, one, one).winner == 'hopper'
-    with policy_context(Policy(require_first=True)):  # not available on this device, so not the first
+    with policy_context(Policy(require_first=True)):  # unavailable on this device, hence not first
         assert ran(toy, zero, zero) == 'default'
         assert explain(toy.f, zero, zero).winner == 'default'
 
@@ -896,7 +896,7 @@ def test_inference_only_in_forward_mode():
         dual = torch.autograd.forward_ad.make_dual(Q, torch.ones_like(Q))
         assert toy.ran(dual, Q) == 'default'
         assert 'forward-mode' in explain(toy.f, dual, Q)['fast'].reason
-        with torch.no_grad():  # does not switch forward mode off
+        with torch.no_grad():  # does not disable forward mode
             assert toy.ran(dual, Q) == 'default'
     assert toy.ran() == 'fast'
 
@@ -976,7 +976,7 @@ def test_plain_subclasses_go_on():
 @pytest.mark.parametrize('checked', [True, False])
 @pytest.mark.parametrize('kind', ['tensor', 'parameter', 'subclass', 'fake', 'meta'])
 def test_the_very_first_call_of_a_function(kind, checked):
-    """Nothing is known of any platform yet, and the plan tells platforms apart."""
+    """No platform has been seen yet, and the plan depends on the platform."""
     make = {
         'tensor': lambda: Q,
         'parameter': lambda: torch.nn.Parameter(Q),
@@ -1189,8 +1189,8 @@ def test_check_tensors_tells_two_cuda_devices_apart(monkeypatch):
 
 
 def test_a_warm_call_runs_no_code_of_the_framework():
-    """Only its own generated code, the verifiers up to the winner and the implementation, however many backends and
-    operations there are: no lock, no sorting, no question about availability."""
+    """It runs only its generated code, the verifiers up to the winner, and the implementation, for any number of backends
+    and operations. It takes no lock, sorts nothing and asks for no availability."""
     toy = Toy()
     toy.add('gone', package_name='no_such_package_anywhere', accepts=yes)
     toy.add('off', default_enable=False, accepts=yes)
@@ -1213,7 +1213,7 @@ def test_a_warm_call_runs_no_code_of_the_framework():
 
 
 def test_an_error_of_the_implementation_is_not_held_against_it():
-    """What was changed in place is not changed a second time by somebody else, and the next good call is served as ever."""
+    """Another backend must not change the arguments a second time, and the next call is served as before."""
     ran = []
 
     def doubles(self, q, k, scale=None, flag=False):

@@ -1,4 +1,4 @@
-"""Callers and writers on several threads: each call is served by one consistent plan, and nothing raises."""
+"""Calls and policy changes on several threads: one consistent plan serves each call, and nothing raises."""
 
 import os
 import random
@@ -33,7 +33,7 @@ SECONDS = 2.0
 
 @pytest.fixture
 def restless():
-    """Threads change every 10 µs instead of every 5 ms."""
+    """Switches threads every 10 µs instead of every 5 ms."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -41,8 +41,8 @@ def restless():
 
 
 class Crew:
-    """Threads that repeat a function until time is up and each has had its turns, or one of them fails. A loaded machine
-    starves some of them for seconds."""
+    """Threads that repeat a function until the time is up and each thread has had its turns, or until one fails. On a loaded
+    machine a thread may not run for seconds."""
 
     def __init__(self, seconds=SECONDS):
         self.stop = threading.Event()
@@ -79,7 +79,7 @@ class Crew:
 
 
 def callers(crew, toy, allowed, count=4, **kwargs):
-    """Threads that call the toy and check that one of the backends that may run did."""
+    """Threads that call the toy and check that one of the allowed backends ran."""
     seen = set()
 
     def call():
@@ -206,7 +206,7 @@ def test_scopes_of_interleaved_threads_leave_nothing_behind():
 
 
 def test_scopes_left_in_another_order_than_entered():
-    """A thread that leaves its scope must not bring back the policy it found when it entered."""
+    """A thread that leaves its scope must not restore the policy from when it entered."""
     toy = Toy()
     for name in ('a', 'b', 'c'):
         toy.add(name)
@@ -247,7 +247,7 @@ def test_entering_while_another_thread_holds_a_scope_warns_once(caplog):
 
 @pytest.mark.usefixtures('restless')
 def test_a_write_is_seen_by_the_same_threads_next_call():
-    """Each thread has a function of its own, so that nobody else's writes are in the way."""
+    """Each thread has its own function, so that other threads' writes do not matter."""
     crew = Crew()
 
     def own(n):
@@ -308,7 +308,7 @@ def test_bound_functions_are_unmoved_by_scopes_of_other_threads():
 
 @pytest.mark.usefixtures('restless')
 def test_the_policy_in_force_decides_however_it_came_about():
-    """A scope that comes and goes while another thread plans must not leave its plan behind for the state without it."""
+    """A scope that is entered and left while another thread plans must not leave its plan in force."""
     rng = random.Random(3)
     for _ in range(60):
         toy = Toy()
@@ -333,7 +333,7 @@ def test_the_policy_in_force_decides_however_it_came_about():
 
 
 def test_an_is_enabled_is_remembered_for_the_values_it_saw(monkeypatch):
-    """Another thread changes the environment between reading the variables and asking the backend."""
+    """Another thread changes the environment after the variables are read and before the backend is asked."""
     toy = Toy()
     monkeypatch.setenv('FLA_THREADS_SEEN', 'no')
     other = ['yes']
@@ -381,7 +381,7 @@ def test_questions_while_operations_load(library):
 
 @pytest.mark.usefixtures('restless')
 def test_functions_come_and_go_while_policies_change():
-    """Bound functions are made and collected while every entry point gets its code for a new state."""
+    """Bound functions are made and freed while all entry points get code for a new state."""
     toy = Toy()
     toy.add('a')
     toy.add('b')
@@ -421,7 +421,7 @@ def test_validate_from_two_threads():
 
 
 def test_a_thread_that_plans_does_not_block_one_that_calls():
-    """A backend that takes long to say whether it is available holds up its own function and no other."""
+    """A backend whose availability check is slow delays only its own function."""
     slow, quick = Toy(), Toy()
     asked, go = threading.Event(), threading.Event()
 
@@ -447,7 +447,7 @@ def test_a_thread_that_plans_does_not_block_one_that_calls():
 
 @pytest.mark.parametrize('change', ['registration', 'removal', 'policy', 'scope', 'attribute'])
 def test_what_changes_while_a_plan_is_made_is_not_lost(change):
-    """A plan that was begun before a change is not installed after it."""
+    """A plan begun before a change must not be installed after it."""
     toy = Toy()
     late = toy.add('late', register=False, priority=1)
     b = toy.add('b', priority=6)
@@ -475,8 +475,8 @@ def test_what_changes_while_a_plan_is_made_is_not_lost(change):
 
 
 def test_a_call_between_a_plan_and_its_code(monkeypatch):
-    """A thread that stops half way through a swap is waited for. Its callers asked again and again instead, and a thousand
-    calls deep ended in a RecursionError."""
+    """Callers wait for a thread that is suspended in the middle of a swap. They used to ask again, which ended in a
+    RecursionError a thousand calls deep."""
     toy = Toy()
     toy.add('a')
     half_way, found = threading.Event(), []
