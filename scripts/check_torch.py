@@ -1,7 +1,8 @@
-"""What dispatch needs of torch, in one short run: decorating, tracing, re-selecting, scopes, autograd, export.
+"""Checks, in one short run, that dispatch works with the installed torch: decorating, tracing, selecting again, scopes,
+autograd, export.
 
-For releases other than the one the test suite runs with. Needs torch and packaging only. Prints a line for each check and
-writes the result as JSON; exits with 1 if one fails.
+It is for releases of torch that the test suite does not run with, and needs torch and packaging only. Prints a line for each
+check, writes the results as JSON with `--output`, and exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def names(toy: Toy, result: Any) -> list[str]:
 
 @dispatch('checktorch')
 def at_module_level(q: torch.Tensor, scale: float = 1.0) -> str:
-    """For pickle and for the marks of torch.compiler.disable."""
+    """At module level, for pickle."""
     return 'default'
 
 
@@ -77,7 +78,7 @@ BackendRegistry('checktorch')
 @check
 def the_function_looks_like_the_plain_one() -> None:
     assert str(inspect.signature(at_module_level)) == "(q: 'torch.Tensor', scale: 'float' = 1.0) -> 'str'"
-    assert 'For pickle' in inspect.getsource(at_module_level)
+    assert 'for pickle' in inspect.getsource(at_module_level)
     assert pickle.loads(pickle.dumps(at_module_level)) is at_module_level
 
 
@@ -241,7 +242,7 @@ def cold_beside_a_graph_break() -> None:
         assert names(toy, f(Q)) == names(toy, f(Q)) == ['a']
 
 
-def _left_nothing() -> bool:
+def _no_scope_left() -> bool:
     dispatcher = default_dispatcher()
     return not dispatcher.scopes and not dispatcher.virtual.layers
 
@@ -261,7 +262,7 @@ def _scope(broken: bool) -> None:
     f, counter = compiled(function, fullgraph=not broken)
     for _ in range(3):
         assert names(toy, f(Q)) == ['a', 'b', 'b']
-        assert _left_nothing()
+        assert _no_scope_left()
     if not broken:
         assert counter.frame_count == 1
 
@@ -289,7 +290,7 @@ def a_scope_inside_that_an_error_leaves() -> None:
     try:
         f(Q)
     except KeyError:
-        assert _left_nothing()
+        assert _no_scope_left()
         return
     raise AssertionError('no KeyError')
 
@@ -309,7 +310,7 @@ def a_disabled_function_inside_a_scope() -> None:
 
     f, _ = compiled(function, fullgraph=False)
     assert names(toy, f(Q)) == ['a', 'b', 'b']
-    assert _left_nothing()
+    assert _no_scope_left()
 
 
 @check
@@ -486,7 +487,7 @@ def run() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--output', type=Path, help='where the result is written as JSON')
+    parser.add_argument('--output', type=Path, help='file for the results, as JSON')
     options = parser.parse_args()
     results = run()
     failed = sorted(name for name, outcome in results.items() if outcome != 'ok')
