@@ -1,11 +1,8 @@
-"""Checks in one short run that dispatch works with the installed torch: decorators, tracing, re-selection, scopes, autograd,
-export.
+"""Checks, in one short run, that dispatch works with the installed torch: decorating, tracing, selecting again, scopes,
+autograd, export.
 
-    python scripts/check_torch.py [--output PATH]
-
-For releases of torch other than the test suite's. Needs only torch and packaging. Prints a line for each check. The JSON
-holds the versions, the number of passed checks, the names of failed ones, and `checks`: 'ok' or the error of each. The exit
-status is 1 if a check fails.
+It is for releases of torch that the test suite does not run with, and needs torch and packaging only. Prints a line for each
+check, writes the results as JSON with `--output`, and exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -49,13 +46,11 @@ TOGGLE = 'FLA_TOY_A'
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
-    """Registers a check."""
     CHECKS.append(function)
     return function
 
 
-def two_backends() -> Toy:
-    """Returns an operation with the backends a, which has a toggle, and b."""
+def two() -> Toy:
     toy = Toy()
     toy.add('a', priority=1, env_var=TOGGLE)
     toy.add('b', priority=2)
@@ -63,19 +58,17 @@ def two_backends() -> Toy:
 
 
 def compiled(function: Callable[..., Any], backend: str = 'eager', **options: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns the compiled function, fullgraph by default, and a counter of its compilations."""
     counter = CompileCounterWithBackend(backend)
     return torch.compile(function, backend=counter, fullgraph=options.pop('fullgraph', True), **options), counter
 
 
 def names(toy: Toy, result: Any) -> list[str]:
-    """Returns the names of the backends that made each result."""
     return [toy.name_of(part) for part in (result if isinstance(result, (tuple, list)) else [result])]
 
 
 @dispatch('checktorch')
 def at_module_level(q: torch.Tensor, scale: float = 1.0) -> str:
-    """A function that pickle can find by name."""
+    """At module level, for pickle."""
     return 'default'
 
 
@@ -83,14 +76,14 @@ BackendRegistry('checktorch')
 
 
 @check
-def signature_source_and_pickle_are_the_functions_own() -> None:
+def the_function_looks_like_the_plain_one() -> None:
     assert str(inspect.signature(at_module_level)) == "(q: 'torch.Tensor', scale: 'float' = 1.0) -> 'str'"
-    assert 'that pickle can find' in inspect.getsource(at_module_level)
+    assert 'for pickle' in inspect.getsource(at_module_level)
     assert pickle.loads(pickle.dumps(at_module_level)) is at_module_level
 
 
 @check
-def compiler_disable_keeps_dispatch() -> None:
+def compiler_disable_does_not_lose_dispatch() -> None:
     registry = BackendRegistry('checkdisable')
 
     @dispatch('checkdisable')
@@ -178,7 +171,7 @@ def compiled_reselects_dynamic() -> None:
 
 @check
 def inductor() -> None:
-    toy = two_backends()
+    toy = two()
     f, counter = compiled(lambda q: toy.f(q, q) + 0, 'inductor')
     assert names(toy, f(Q)) == ['a']
     os.environ[TOGGLE] = '0'
@@ -190,7 +183,7 @@ def inductor() -> None:
 
 @check
 def twelve_flips_are_two_graphs() -> None:
-    toy = two_backends()
+    toy = two()
     f, counter = compiled(lambda q: toy.f(q, q) + 0)
     for flip in range(12):
         os.environ[TOGGLE] = str(flip % 2)
@@ -208,8 +201,8 @@ def twelve_flips_are_two_graphs() -> None:
 
 
 @check
-def unrelated_changes_do_not_recompile() -> None:
-    toy = two_backends()
+def nothing_else_recompiles() -> None:
+    toy = two()
     f, counter = compiled(lambda q: toy.f(q, q) + 0)
     f(Q)
     os.environ['UNRELATED_VARIABLE'] = '1'
@@ -222,8 +215,8 @@ def unrelated_changes_do_not_recompile() -> None:
 
 
 @check
-def function_as_root_frame() -> None:
-    toy = two_backends()
+def the_function_as_root_frame() -> None:
+    toy = two()
     f, _ = compiled(toy.f)
     assert names(toy, f(Q, Q)) == names(toy, f(Q, Q)) == ['a']
     os.environ[TOGGLE] = ' off'
@@ -233,9 +226,9 @@ def function_as_root_frame() -> None:
 
 
 @check
-def first_call_beside_a_graph_break() -> None:
+def cold_beside_a_graph_break() -> None:
     for before in (True, False):
-        toy = two_backends()
+        toy = two()
 
         def function(q: torch.Tensor, before: bool = before, toy: Toy = toy) -> torch.Tensor:
             if before:
@@ -249,14 +242,13 @@ def first_call_beside_a_graph_break() -> None:
         assert names(toy, f(Q)) == names(toy, f(Q)) == ['a']
 
 
-def _no_scope_is_left() -> bool:
-    """Whether no scope is in force."""
+def _no_scope_left() -> bool:
     dispatcher = default_dispatcher()
     return not dispatcher.control.now.scopes and not dispatcher.scopes_in_trace.layers
 
 
 def _scope(broken: bool) -> None:
-    toy = two_backends()
+    toy = two()
 
     def function(q: torch.Tensor) -> Any:
         with use_backend('b', op=toy.op):
@@ -270,42 +262,42 @@ def _scope(broken: bool) -> None:
     f, counter = compiled(function, fullgraph=not broken)
     for _ in range(3):
         assert names(toy, f(Q)) == ['a', 'b', 'b']
-        assert _no_scope_is_left()
+        assert _no_scope_left()
     if not broken:
         assert counter.frame_count == 1
 
 
 @check
-def scope_inside() -> None:
+def a_scope_inside() -> None:
     _scope(broken=False)
 
 
 @check
-def scope_inside_with_a_graph_break() -> None:
+def a_scope_inside_with_a_graph_break() -> None:
     _scope(broken=True)
 
 
 @check
-def error_inside_a_scope() -> None:
-    toy = two_backends()
+def a_scope_inside_that_an_error_leaves() -> None:
+    toy = two()
 
     def function(q: torch.Tensor) -> Any:
         with use_backend('b', op=toy.op):
             toy.f(q, q)
-            raise KeyError('expected')
+            raise KeyError('mine')
 
     f, _ = compiled(function, fullgraph=False)
     try:
         f(Q)
     except KeyError:
-        assert _no_scope_is_left()
+        assert _no_scope_left()
         return
     raise AssertionError('no KeyError')
 
 
 @check
-def disabled_function_inside_a_scope() -> None:
-    toy = two_backends()
+def a_disabled_function_inside_a_scope() -> None:
+    toy = two()
     call = torch.compiler.disable(lambda q: toy.f(q, q))
 
     def function(q: torch.Tensor) -> Any:
@@ -318,7 +310,7 @@ def disabled_function_inside_a_scope() -> None:
 
     f, _ = compiled(function, fullgraph=False)
     assert names(toy, f(Q)) == ['a', 'b', 'b']
-    assert _no_scope_is_left()
+    assert _no_scope_left()
 
 
 @check
@@ -417,7 +409,7 @@ def stages_of_an_autograd_function() -> None:
 def checkpoint_restores_the_choice() -> None:
     from torch.utils.checkpoint import checkpoint
 
-    toy = two_backends()
+    toy = two()
     x = torch.zeros(2, 8, requires_grad=True)
     with trace() as t:
         y = checkpoint(lambda v: toy.f(v, v) * v, x, use_reentrant=False, context_fn=checkpoint_contexts)
@@ -464,10 +456,10 @@ def torch_func() -> None:
 
 
 @check
-def fake_tensors() -> None:
+def fake_and_meta_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    toy = two_backends()
+    toy = two()
     with FakeTensorMode():
         q = torch.zeros(2, 8)
         assert explain(toy.f, q, q).winner == 'a'
@@ -475,7 +467,6 @@ def fake_tensors() -> None:
 
 
 def run() -> dict[str, Any]:
-    """Runs all checks and prints a line for each; returns 'ok' or the error of each."""
     results = {}
     torch._dynamo.config.recompile_limit = 64
     for function in CHECKS:
@@ -496,7 +487,7 @@ def run() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--output', type=Path, help='also write the result to this JSON file')
+    parser.add_argument('--output', type=Path, help='file for the results, as JSON')
     options = parser.parse_args()
     results = run()
     failed = sorted(name for name, outcome in results.items() if outcome != 'ok')

@@ -18,16 +18,16 @@ def launch_options(monkeypatch):
 
 def test_variants(launch_options):
     pytest.importorskip('triton')
-    found = launch_options.parsed('gated_delta_rule', 'intra_chunk_bwd BK=64 num_stages=3, through num_warps=8')
-    assert found == {'within': {'BK': 64, 'num_stages': 3}, 'through': {'num_warps': 8}}
+    found = launch_options.parsed('gated_delta_rule', 'intra_chunk_bwd BK=64 num_stages=3, inter_chunk_bwd num_warps=8')
+    assert found == {'intra_chunk_bwd': {'BK': 64, 'num_stages': 3}, 'inter_chunk_bwd': {'num_warps': 8}}
     assert launch_options.parsed('kda', 'prepare num_stages=2') == {'prepare': {'num_stages': 2}}
     with pytest.raises(ValueError, match='invalid literal'):
         launch_options.parsed('gated_delta_rule', 'intra_chunk_bwd BK')
-    for text, name in (('withing BK=64', 'withing'), ('launch BK=64', 'launch'), ('intra_chunk_bwd BK=64,', ''), ('', '')):
+    for text, name in (('intra_chunks_bwd BK=64', 'intra_chunks_bwd'), ('launch BK=64', 'launch'), ('intra_chunk_bwd BK=64,', ''), ('', '')):
         with pytest.raises(ValueError, match=f"gated_delta_rule has no kernel '{name}'"):
             launch_options.parsed('gated_delta_rule', text)
-    for text in ('within', 'intra_chunk_bwd BK=64, intra_chunk_bwd BV=32'):
-        with pytest.raises(ValueError, match='name within once, with its options'):
+    for text in ('intra_chunk_bwd', 'intra_chunk_bwd BK=64, intra_chunk_bwd BV=32'):
+        with pytest.raises(ValueError, match='name intra_chunk_bwd once, with its options'):
             launch_options.parsed('gated_delta_rule', text)
 
 

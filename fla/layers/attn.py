@@ -1,4 +1,4 @@
-"""Softmax attention."""
+"""The softmax attention layer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
-from fla.layers.cache import Cache, check_cache, check_rows, check_state
-from fla.layers.checks import check_hidden
-from fla.layers.keys import joined
-from fla.layers.padding import Packing, may_pack
+from fla.layers.cache import Cache
+from fla.layers.checks import StateSizes, cache_and_state, check_call, check_state
+from fla.layers.keys import append_steps
+from fla.layers.padding import Packing, packs_for_attention
 from fla.modules.checks import check_eps, check_finite, check_int, check_sizes
 from fla.modules.layernorm import RMSNorm
 from fla.modules.rotary import RotaryEmbedding
@@ -19,28 +19,28 @@ from fla.ops.attn.cudnn import takes_cudnn
 from fla.ops.attn.naive import visible
 from fla.ops.recurrence.checks import MAX_HEAD_DIM
 
-# Of masked keys, where cuDNN makes a plan for each number of them.
+# cuDNN makes a plan for each number of masked keys, so that is padded to a multiple.
 KEYS_MULTIPLE = 256
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with grouped heads, rotary positions and, if wanted, a window and norms of q and k.
+    """Causal multi-head attention with grouped heads and rotary positions; optionally a window and norms of q and k.
 
     Args:
-        hidden_size: of the input and output.
-        num_heads: query heads.
-        num_kv_heads: key and value heads, a divisor of `num_heads`. Default: `num_heads`.
+        hidden_size: size of the input and output.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, a divisor of `num_heads`. Default: `num_heads`.
         qkv_bias: whether the projections of q, k and v have a bias.
-        qk_norm: an RMS norm of each head of q and k, before the rotation.
-        window_size: how many steps a query sees, itself the last. Default: all.
-        rope_theta: base of the rotary frequencies; None: no positions.
-        max_position_embeddings: for callers of flash-linear-attention's class; without effect, as there is no table to fill.
-        layer_idx: place in the cache.
-        head_dim: of a head. Default: hidden_size / num_heads.
-        norm_eps: of the norms.
+        qk_norm: whether each head of q and k has an RMS norm, before the rotation.
+        window_size: number of steps that a query sees, itself the last. Default: all.
+        rope_theta: base of the rotary frequencies, or None for no positions.
+        max_position_embeddings: ignored, as there is no table of positions; accepted as in flash-linear-attention's class.
+        layer_idx: the layer's index in the cache.
+        head_dim: size of a head. Default: hidden_size / num_heads.
+        norm_eps: eps of the norms.
 
     Raises:
-        TypeError, ValueError: for sizes that do not fit.
+        TypeError, ValueError: for sizes that do not fit together.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762; Ainslie et al. 2023, "GQA", arXiv 2305.13245.
     """
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         check_sizes(head_dim=self.head_dim)
         if self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(f'head_dim must be at most {MAX_HEAD_DIM}, got {self.head_dim}: take more num_heads')
+            raise ValueError(f'head_dim must be at most {MAX_HEAD_DIM}, got {self.head_dim}: use more num_heads')
         check_eps(norm_eps, 'norm_eps')
         if rope_theta is not None:
             check_finite('rope_theta', rope_theta)
@@ -86,6 +86,7 @@ class Attention(nn.Module):
                     f'head_dim must be even for rotary positions, got {self.head_dim}: pass another, or rope_theta=None'
                 )
 
+        self._state_sizes: StateSizes = {'keys_values': ((self.num_kv_heads, self.head_dim),) * 2}
         kv_dim = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=qkv_bias)
         self.k_proj = nn.Linear(hidden_size, kv_dim, bias=qkv_bias)
@@ -104,18 +105,18 @@ class Attention(nn.Module):
         use_cache: bool = False,
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None, Cache | None]:
-        """Mix the steps of each sequence. Mind the order of the flags, which is not that of the recurrent layers.
+        """Mix the steps of each sequence. The flags have another order than in the recurrent layers.
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            attention_mask: `[B, S]`, 1 for steps and 0 for padding anywhere, not negative; S are all steps up to now, cached
-                ones included. Padding is not seen, has no position, and gets zeros out. With nothing cached yet, steps are
-                packed, which waits for the device, or in compiled code and in a CUDA graph capture costs the work on
-                padding. After cached ones, and in compiled code on a CPU, PyTorch's attention serves the call and not
-                `parallel_attn`, with a mask `[B, T, S]`.
-            past_key_values: the keys and values to go on from, updated in place; not with `cu_seqlens`.
-            output_attentions: must be False; the weights are not kept.
-            use_cache: with no `past_key_values`, make a new cache.
+            attention_mask: `[B, S]`, 1 for steps and 0 for padding anywhere, not negative; S counts all steps up to now,
+                cached ones included. Padding is not seen, has no position, and its output is zero. A batch with nothing
+                cached is packed, for which the host waits for the device; compiled code and CUDA graph captures compute the
+                padding instead. After cached steps, and in compiled code on a CPU, the call is served by PyTorch's attention
+                with a mask `[B, T, S]` instead of `parallel_attn`.
+            past_key_values: the keys and values to continue from, updated in place; not with `cu_seqlens`.
+            output_attentions: must be False; the attention weights are not stored.
+            use_cache: whether to make a new cache if `past_key_values` is None.
             cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1.
 
         Returns:
@@ -124,56 +125,50 @@ class Attention(nn.Module):
         Raises:
             TypeError, ValueError: for arguments that do not fit.
         """
-        if output_attentions:
-            raise ValueError('output_attentions: the attention weights are not kept; pass False')
-        check_hidden(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
-        if past_key_values is None and use_cache:
-            past_key_values = Cache()
-        check_cache(past_key_values, self.layer_idx)
-        if past_key_values is not None and cu_seqlens is not None:
+        check_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens, output_attentions)
+        cache, state = cache_and_state(past_key_values, use_cache, self.layer_idx)
+        if cache is not None and cu_seqlens is not None:
             raise ValueError('past_key_values holds a row for each sequence: with cu_seqlens, pass none and no use_cache')
         batch, length = hidden_states.shape[:2]
-        state = None if past_key_values is None or self.layer_idx is None else past_key_values[self.layer_idx]
         past = 0 if state is None else state.length
         if state is not None:
-            check_rows(state, batch)
-            sizes = (self.num_kv_heads, self.head_dim)
-            check_state(state, self.layer_idx, hidden_states.device, keys_values=[sizes, sizes])
+            check_state(state, self.layer_idx, batch, hidden_states.device, self._state_sizes)
         if attention_mask is not None and attention_mask.shape[1] != past + length:
             raise ValueError(
                 f'attention_mask must have S = {past + length} columns ({past} cached and T = {length} new steps), '
                 f'got {attention_mask.shape[1]}'
             )
 
-        packing = steps = kept = None
-        if attention_mask is not None and past == 0 and may_pack(hidden_states):
-            packing = Packing.of(attention_mask)
+        packing = position_ids = is_step = None
+        if attention_mask is not None and past == 0 and packs_for_attention(hidden_states):
+            packing = Packing.from_mask(attention_mask)
             hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
         elif attention_mask is not None:
-            kept = attention_mask.bool()
-            hidden_states = hidden_states.masked_fill(~kept[:, past:, None], 0.0)
-            steps = (kept.cumsum(1) - 1)[:, past:]
-        q, k, v = self._projected(hidden_states)
+            is_step = attention_mask.bool()
+            hidden_states = hidden_states.masked_fill(~is_step[:, past:, None], 0.0)
+            position_ids = (is_step.cumsum(1) - 1)[:, past:]
+        q, k, v = self._project(hidden_states)
         if self.rotary is not None:
-            offset = past if steps is None else 0
-            q, k = self.rotary(q, k, offset, cu_seqlens, position_ids=steps)
-        room = None
+            offset = past if position_ids is None else 0
+            q, k = self.rotary(q, k, offset, cu_seqlens, position_ids=position_ids)
+        buffer = None
         if state is not None and state.keys_values is not None and past:
-            (k, v), room = joined(state.keys_values, (k, v), state.room)
+            (k, v), buffer = append_steps(state.keys_values, (k, v), state.buffer)
         keys_values = k, v
-        # what was cached outside of autocast is wider than q, and stays so in the cache
+        # keys cached outside autocast are wider than q, and stay so in the cache
         k, v = k.to(q.dtype), v.to(q.dtype)
-        if kept is None:
+        if is_step is None:
             o = parallel_attn(q, k, v, window_size=self.window_size, cu_seqlens=cu_seqlens)
         else:
-            o = self._padded(q, k, v, kept)
+            o = self._attend_masked(q, k, v, is_step)
         out = self.o_proj(o.flatten(2))
         if state is not None:
-            state.keep(*(keys_values if packing is None else (packing.unpack(k), packing.unpack(v))), room)
+            keys_values = keys_values if packing is None else (packing.unpack(k), packing.unpack(v))
+            state.set_keys_values(*keys_values, buffer)
             state.length = past + length
-        return out if packing is None else packing.unpack(out), None, past_key_values
+        return out if packing is None else packing.unpack(out), None, cache
 
-    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q `[B, T, HQ, K]`, k and v `[B, T, H, K]`."""
         q = self.q_proj(x).view(*x.shape[:2], self.num_heads, self.head_dim)
         k = self.k_proj(x).view(*x.shape[:2], self.num_kv_heads, self.head_dim)
@@ -182,19 +177,21 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def _padded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """Each row with its own padding, which no argument of `parallel_attn` can say: `kept` `[B, S]` are the steps, and a
-        window counts those alone."""
+    def _attend_masked(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_step: torch.Tensor) -> torch.Tensor:
+        """Attention of rows with their own padding, which `parallel_attn` has no argument for.
+
+        `is_step` is `[B, S]`, False for padding. A window counts steps and not padding.
+        """
         past = k.shape[1] - q.shape[1]
-        seen = visible(q, k)[None] & kept[:, None]
+        seen = visible(q, k)[None] & is_step[:, None]
         if self.window_size is not None:
-            place = kept.cumsum(1)
-            seen &= place[:, None] > place[:, past:, None] - self.window_size
-        # padding sees something, for the softmax of nothing is no number
-        seen |= ~kept[:, past:, None]
+            position = is_step.cumsum(1)
+            seen &= position[:, None] > position[:, past:, None] - self.window_size
+        # the queries of padding see all keys: the softmax over none is NaN
+        seen |= ~is_step[:, past:, None]
         mask = seen[:, None]
         if takes_cudnn(q, k, v, mask) and (more := -k.shape[1] % KEYS_MULTIPLE):
-            # keys that nobody sees, at the cost of a copy, for fewer plans
+            # adds masked keys: a copy of k and v, but fewer plans
             mask = F.pad(mask, (0, more))
             k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -205,4 +202,4 @@ class Attention(nn.Module):
             o: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, added, enable_gqa=grouped)[0]
         else:
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-        return o.transpose(1, 2).masked_fill(~kept[:, past:, None, None], 0.0)
+        return o.transpose(1, 2).masked_fill(~is_step[:, past:, None, None], 0.0)

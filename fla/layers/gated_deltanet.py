@@ -1,4 +1,4 @@
-"""Gated delta net."""
+"""The layer of Gated DeltaNet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from fla.layers.delta import DeltaLayer
-from fla.modules.checks import check_eps
 from fla.modules.fused_norm_gate import FusedRMSNormGated
 from fla.modules.layernorm import RMSNorm
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -16,31 +15,32 @@ class GatedDeltaNet(DeltaLayer):
     """The token mixer of Gated DeltaNet: short convolutions, the gated delta rule with a decay per head, a gated norm.
 
     Args:
-        hidden_size: of the input and output.
-        expand_v: V / K, the size of a value head by that of a key head.
+        hidden_size: size of the input and output.
+        expand_v: V / K, the size of a value head relative to a key head.
         head_dim: K.
-        num_heads: query and key heads, H.
-        num_v_heads: value heads, a multiple of H. Default: H.
-        mode: 'chunk', or 'fused_recurrent' for whole sequences too; a single step is always recurrent.
-        use_gate: an output gate, in the norm.
-        use_short_conv: causal convolutions over q, k and v before the recurrence; without, silu alone.
-        allow_neg_eigval: beta up to 2, so that the state can be reflected.
-        conv_size: steps of a convolution; conv_bias: whether it has a bias.
-        layer_idx: place in the cache.
-        norm_eps: of the norm.
+        num_heads: number of query and key heads, H.
+        num_v_heads: number of value heads, HV, a multiple of H. Default: H.
+        mode: 'chunk', or 'fused_recurrent' to use that for whole sequences too; a single step is always recurrent.
+        use_gate: whether the output norm is gated.
+        use_short_conv: whether q, k and v pass a causal convolution before their silu.
+        allow_neg_eigval: whether beta goes up to 2, which allows negative eigenvalues of a step's transition.
+        conv_size: W, the number of steps that a convolution sees.
+        conv_bias: whether convolutions have a bias.
+        layer_idx: the layer's index in the cache.
+        norm_eps: eps of the output norm.
 
-    Parameters are named as those of flash-linear-attention's layer: `q_proj`, `k_proj`, `v_proj`, `a_proj`, `b_proj`,
+    Parameters have the names of flash-linear-attention's layer: `q_proj`, `k_proj`, `v_proj`, `a_proj`, `b_proj`,
     `g_proj`, `o_proj`, `A_log` `[HV]`, `dt_bias` `[HV]`, `q_conv1d.weight` `[D, 1, W]`, …, `o_norm.weight` `[V]`.
 
     Raises:
-        TypeError, ValueError: for sizes that do not fit.
+        TypeError, ValueError: for sizes that do not fit together.
 
     Source: Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv 2412.06464.
     """
 
     chunk = chunk_gated_delta_rule
     fused_recurrent = fused_recurrent_gated_delta_rule
-    least_A = 0.01  # above 0, of which there is no logarithm
+    min_A = 0.01  # above 0, which has no logarithm
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class GatedDeltaNet(DeltaLayer):
             conv_size,
             conv_bias,
             layer_idx,
-            biases_of_head=1,
+            norm_eps,
+            dt_biases_per_head=1,
         )
-        check_eps(norm_eps, 'norm_eps')
         self.use_gate = use_gate
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         if use_gate:

@@ -1,4 +1,4 @@
-"""Kimi delta attention."""
+"""The layer of Kimi Linear."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from fla.layers.delta import DeltaLayer
-from fla.modules.checks import check_eps
 from fla.modules.fused_norm_gate import FusedRMSNormGated
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
@@ -15,32 +14,33 @@ class KimiDeltaAttention(DeltaLayer):
     """The token mixer of Kimi Linear: short convolutions, the delta rule with a decay per channel, a gated norm.
 
     Args:
-        hidden_size: of the input and output.
-        expand_v: V / K, the size of a value head by that of a key head.
+        hidden_size: size of the input and output.
+        expand_v: V / K, the size of a value head relative to a key head.
         head_dim: K.
-        num_heads: query and key heads, H.
-        num_v_heads: value heads, a multiple of H. Default: H.
-        mode: 'chunk', or 'fused_recurrent' for whole sequences too; a single step is always recurrent.
-        use_short_conv: causal convolutions over q, k and v before the recurrence; without, silu alone.
-        allow_neg_eigval: beta up to 2, so that the state can be reflected.
-        conv_size: steps of a convolution; conv_bias: whether it has a bias.
-        layer_idx: place in the cache.
-        norm_eps: of the norm.
+        num_heads: number of query and key heads, H.
+        num_v_heads: number of value heads, HV, a multiple of H. Default: H.
+        mode: 'chunk', or 'fused_recurrent' to use that for whole sequences too; a single step is always recurrent.
+        use_short_conv: whether q, k and v pass a causal convolution before their silu.
+        allow_neg_eigval: whether beta goes up to 2, which allows negative eigenvalues of a step's transition.
+        conv_size: W, the number of steps that a convolution sees.
+        conv_bias: whether convolutions have a bias.
+        layer_idx: the layer's index in the cache.
+        norm_eps: eps of the output norm.
 
-    Parameters are named as those of flash-linear-attention's layer: `q_proj`, `k_proj`, `v_proj`, `b_proj`, `o_proj`, the
+    Parameters have the names of flash-linear-attention's layer: `q_proj`, `k_proj`, `v_proj`, `b_proj`, `o_proj`, the
     low-rank projections of the decay, `f_proj.0` and `f_proj.1`, and of the output gate, `g_proj.0` and `g_proj.1` (with a
     bias), `A_log` `[HV]`, `dt_bias` `[HV * K]`, `q_conv1d.weight` `[D, 1, W]`, …, `o_norm.weight` `[V]`.
-    Checkpoints of Kimi Linear have other names, `f_a_proj`, `f_b_proj`, `g_a_proj` and `g_b_proj`, for the four of low rank.
+    Checkpoints of Kimi Linear call the low-rank projections `f_a_proj`, `f_b_proj`, `g_a_proj` and `g_b_proj`.
 
     Raises:
-        TypeError, ValueError: for sizes that do not fit.
+        TypeError, ValueError: for sizes that do not fit together.
 
     Source: Kimi Team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture", arXiv 2510.26692.
     """
 
     chunk = chunk_kda
     fused_recurrent = fused_recurrent_kda
-    least_A = 1
+    min_A = 1
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class KimiDeltaAttention(DeltaLayer):
             conv_size,
             conv_bias,
             layer_idx,
-            biases_of_head=head_dim,
+            norm_eps,
+            dt_biases_per_head=head_dim,
         )
-        check_eps(norm_eps, 'norm_eps')
         gates = self.num_v_heads * self.head_k_dim
         self.f_proj = nn.Sequential(
             nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, gates, bias=False)

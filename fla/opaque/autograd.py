@@ -1,4 +1,4 @@
-"""The generated `autograd.Function` of either road, and what it refuses."""
+"""The generated `autograd.Function` of the eager path and of the operator, and the derivatives that it refuses."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch.autograd import forward_ad
 
 from fla.opaque.declaration import Declaration, Kernel
-from fla.opaque.vmap import in_a_loop
+from fla.opaque.vmap import loop_under_vmap
 
 
 def autograd_function(declaration: Declaration, forward: Kernel, backward: Kernel, *, operator: bool) -> Any:
-    """The `autograd.Function` around a forward and a backward: the raw kernels, or the operators."""
+    """An `autograd.Function` around `forward` and `backward`: the kernels themselves, or with `operator` the operators."""
     base = declaration.name.partition('::')[2]
     source = _function_source(declaration, operator)
-    filename = f'<opaque {declaration.name} {"operator" if operator else "raw"} autograd>'
-    generated = generate(filename, source, {'_forward': forward, '_backward': in_a_loop(backward)})
+    filename = f'<opaque {declaration.name} {"operator" if operator else "eager"} autograd>'
+    generated = generate(filename, source, {'_forward': forward, '_backward': loop_under_vmap(backward)})
     body = {
         'forward': staticmethod(generated['forward']),
         'backward': staticmethod(_once(declaration.name, generated['backward'])),
@@ -26,7 +26,7 @@ def autograd_function(declaration: Declaration, forward: Kernel, backward: Kerne
 
 
 def _function_source(declaration: Declaration, operator: bool) -> str:
-    """An operator's returns the intermediates too: they are results of the operator, which the public function drops."""
+    """The text of forward and backward. For an operator, forward returns the intermediates too: they are its results."""
     arguments = list(declaration.inputs)
     returned = list(declaration.results) if operator else declaration.visible
     fixed = ', '.join(name for name in returned if name in declaration.non_differentiable + declaration.intermediates)
@@ -63,7 +63,7 @@ def _function_source(declaration: Declaration, operator: bool) -> str:
 
 
 def _once(name: str, backward: Kernel) -> Kernel:
-    """Refuse to be differentiated again. `once_differentiable` lets what depends on saved tensors be silently zero."""
+    """Refuse double backward. `once_differentiable` would silently give zeros for what depends on saved tensors alone."""
 
     def once(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
@@ -77,21 +77,24 @@ def _once(name: str, backward: Kernel) -> Kernel:
 
 
 def generate(filename: str, source: str, namespace: dict[str, Any]) -> dict[str, Any]:
-    """Run generated text, which tracebacks show. No `__name__` in it: Dynamo would look globals up in that module."""
+    """Execute generated source in `namespace` and return it; tracebacks show the source.
+
+    The namespace has no `__name__`: Dynamo would look globals up in the module of that name.
+    """
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, 'exec'), namespace)
     return namespace
 
 
 def refuse_grad(declaration: Declaration, args: tuple[Any, ...]) -> None:
-    """Some tensor requires grad: raise where that cannot be honoured."""
+    """Raise RuntimeError for an argument that requires grad where the kernel cannot give one."""
     for name, value in zip(declaration.inputs, args, strict=True):
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             continue
         if name not in declaration.grads:
-            what = 'no backward' if declaration.backward is None else f'no gradient for {name!r}'
+            lack = 'no backward' if declaration.backward is None else f'no gradient for {name!r}'
             raise RuntimeError(
-                f'{declaration.name} has {what}, and {name!r} requires grad; '
+                f'{declaration.name} has {lack}, and {name!r} requires grad; '
                 f'call it under torch.no_grad(), or detach() {name!r}'
             )
         if torch._C._are_functorch_transforms_active():
@@ -102,6 +105,7 @@ def refuse_grad(declaration: Declaration, args: tuple[Any, ...]) -> None:
 
 
 def refuse_tangents(declaration: Declaration, args: tuple[Any, ...]) -> None:
+    """Raise RuntimeError for an argument with a forward-mode tangent."""
     for name, value in zip(declaration.inputs, args, strict=True):
         if not isinstance(value, torch.Tensor):
             continue

@@ -1,4 +1,4 @@
-"""What was declared, checked once: nothing after this questions it."""
+"""The declaration of an opaque kernel and all checks of it. Later stages rely on a checked declaration."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SCHEMA_FORM = "'(Tensor q, Tensor? h0, float scale) -> (Tensor o, Tensor? ht)'"
 
 @dataclass(frozen=True)
 class Declaration:
-    """A checked declaration: nothing after this questions it."""
+    """A checked declaration."""
 
     name: str
-    inputs: dict[str, str]  # name -> type as in the schema, without alias annotation
+    inputs: dict[str, str]  # name → type as in the schema, without alias annotation
     results: dict[str, str]
     grads: tuple[str, ...]
     intermediates: tuple[str, ...]
@@ -63,6 +63,7 @@ def declare(
     fake_backward: Kernel | None,
     devices: Sequence[str],
 ) -> Declaration:
+    """Check the arguments of `opaque()`; raises TypeError or ValueError that names the argument and says what to do."""
     _check_types(
         name,
         schema,
@@ -83,7 +84,7 @@ def declare(
         devices=tuple(devices),
         schema=' '.join(schema.split()),
         backward_inputs={} if backward is None else _backward_inputs(name, backward, inputs, results),
-        forward=bumping_kernel(forward, [list(inputs).index(one) for one in mutated]) if mutated else forward,
+        forward=_counting_writes(forward, [list(inputs).index(one) for one in mutated]) if mutated else forward,
         fake=fake,
         backward=backward,
         fake_backward=fake_backward,
@@ -107,40 +108,38 @@ def _check_types(name: object, schema: object, kernels: dict[str, object], names
 
 
 def _parse(name: str, schema: str, named_results: bool) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
-    """Inputs and results by name, and the inputs written to. PyTorch's own parser has the last word, in `_define`."""
+    """Inputs and results by name, and the inputs written to. PyTorch's own parser checks the schema again in `define`."""
     match = re.fullmatch(r'\s*\((.*)\)\s*->\s*(.*?)\s*', schema, re.DOTALL)
     if match is None:
-        raise ValueError(f'{name}: schema={schema!r} does not read; write it like {_SCHEMA_FORM}, without the name')
+        raise ValueError(f'{name}: schema={schema!r} is malformed; write it like {_SCHEMA_FORM}, without the name')
     inputs: dict[str, str] = {}
     mutated = []
     for item in filter(None, map(str.strip, match[1].split(','))):
         if '=' in item or item.startswith('*'):
             raise ValueError(
                 f'{name}: schema has {item!r}; write plain positional arguments without defaults '
-                '(defaults belong into the function that calls the kernel)'
+                '(defaults belong in the function that calls the kernel)'
             )
         kind, _, argument = item.rpartition(' ')
         _check_name(name, argument, item, inputs)
         kind, writes = re.subn(r'\([a-z]!\)', '', kind.strip())
         if 'Tensor' in kind and kind not in ('Tensor', 'Tensor?'):
             raise ValueError(
-                f'{name}: schema has {item!r}; a tensor argument is Tensor, Tensor? or Tensor(a!), no list or view '
+                f'{name}: schema has {item!r}; a tensor argument is Tensor, Tensor? or Tensor(a!), not a list or view '
                 '(pass the tensors one by one)'
             )
         inputs[argument] = kind
         mutated += [argument] * writes
     if next((kind for kind in inputs.values() if kind.startswith('Tensor')), None) != 'Tensor':
         raise ValueError(
-            f'{name}: schema={schema!r} must have a Tensor argument before any Tensor? (its type and device choose the road)'
+            f'{name}: schema={schema!r} must have a Tensor argument before any Tensor? (its type and device choose the path)'
         )
     results: dict[str, str] = {}
     body = match[2][1:-1] if match[2].startswith('(') and match[2].endswith(')') else match[2]
     for index, item in enumerate(filter(None, map(str.strip, body.split(',')))):
         kind, _, result = item.partition(' ')
         if kind not in ('Tensor', 'Tensor?'):
-            raise ValueError(
-                f'{name}: schema returns {item!r}; a result is a Tensor or Tensor?, and never a view of an input'
-            )
+            raise ValueError(f'{name}: schema returns {item!r}; a result is a Tensor or Tensor?, not a view of an input')
         if not result and named_results:
             raise ValueError(f'{name}: schema returns {item!r} without a name, which backward needs; see {_SCHEMA_FORM}')
         result = result.strip() or f'result{index}'
@@ -153,14 +152,14 @@ def _check_name(name: str, argument: str, item: str, taken: dict[str, str]) -> N
     bad = not argument.isidentifier() or keyword.iskeyword(argument) or argument.startswith('_')
     if bad or argument in ('ctx', 'needs_input_grad'):
         raise ValueError(
-            f'{name}: schema has {item!r}; {argument!r} cannot name it (a plain Python name, no leading underscore)'
+            f'{name}: schema has {item!r}; {argument!r} cannot name it (use a plain Python name without leading underscore)'
         )
     if argument in taken:
         raise ValueError(f'{name}: schema uses the name {argument!r} twice; rename one')
 
 
 def _parameters(kernel: Kernel) -> list[inspect.Parameter] | None:
-    """A kernel's parameters; None for a builtin that does not tell."""
+    """A kernel's parameters; None for a builtin without a signature."""
     try:
         return list(inspect.signature(kernel).parameters.values())
     except (ValueError, TypeError):
@@ -168,7 +167,7 @@ def _parameters(kernel: Kernel) -> list[inspect.Parameter] | None:
 
 
 def _check_parameters(name: str, kernel: Kernel, argument: str, expected: list[str]) -> None:
-    """Arguments go by position: a name at another place is a transposition, found here and not in the numbers."""
+    """Refuse a kernel that names the arguments in another order: they are passed by position, so it would swap them."""
     parameters = _parameters(kernel)
     if parameters is None:
         return
@@ -180,7 +179,7 @@ def _check_parameters(name: str, kernel: Kernel, argument: str, expected: list[s
         if parameter.name in expected and expected.index(parameter.name) != place:
             got = ', '.join(one.name for one in parameters)
             raise ValueError(
-                f'{name}: {argument} takes ({got}), but gets ({", ".join(expected)}) by position; bring them into one order'
+                f'{name}: {argument} takes ({got}), but gets ({", ".join(expected)}) by position; use the same order in both'
             )
 
 
@@ -196,7 +195,7 @@ def _backward_inputs(name: str, backward: Kernel, inputs: dict[str, str], result
     parameters = _parameters(backward)
     plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
     if parameters is None or not parameters or any(one.kind is not plain for one in parameters):
-        raise TypeError(f'{name}: backward must be a function with plain named parameters, which say what it needs')
+        raise TypeError(f'{name}: backward must be a function with plain named parameters, which choose what it gets')
     for parameter in parameters:
         if parameter.name not in known:
             raise ValueError(f'{name}: backward asks for {parameter.name!r}; it may name {", ".join(known)}')
@@ -206,7 +205,7 @@ def _backward_inputs(name: str, backward: Kernel, inputs: dict[str, str], result
 def _check_devices(declaration: Declaration) -> None:
     name, devices = declaration.name, declaration.devices
     if not devices:
-        raise ValueError(f"{name}: devices=() allows none; name torch device types, such as ('cuda',)")
+        raise ValueError(f"{name}: devices=() is empty; name torch device types, such as ('cuda',)")
     for device in devices:
         try:
             known = torch.device(device).index is None and device != 'meta'
@@ -229,7 +228,7 @@ def _check_gradients(declaration: Declaration) -> None:
     if declaration.mutated:
         raise ValueError(
             f'{name}: schema writes into {declaration.mutated[0]!r}, which autograd cannot follow; '
-            'return a new tensor, or leave backward= out'
+            'return a new tensor, or omit backward='
         )
     if not declaration.grads or len(set(declaration.grads)) != len(declaration.grads):
         raise ValueError(
@@ -239,7 +238,7 @@ def _check_gradients(declaration: Declaration) -> None:
     for one in declaration.grads:
         if one not in declaration.tensors:
             raise ValueError(
-                f'{name}: grads has {one!r}, which is no tensor argument; choose from {", ".join(declaration.tensors)}'
+                f'{name}: grads has {one!r}, which is not a tensor argument; choose from {", ".join(declaration.tensors)}'
             )
         if declaration.fake_backward is None and one not in wanted:
             raise ValueError(
@@ -270,14 +269,14 @@ def _check_gradients(declaration: Declaration) -> None:
             )
 
 
-def bumping_kernel(forward: Kernel, places: Sequence[int]) -> Kernel:
-    """A kernel that writes into inputs, with autograd's version counters told so."""
+def _counting_writes(forward: Kernel, places: Sequence[int]) -> Kernel:
+    """Wrap a kernel that writes into the arguments at `places`: also increments their autograd version counters."""
 
-    def bumping(*args: Any) -> Any:
+    def run(*args: Any) -> Any:
         result = forward(*args)
         for place in places:
             if args[place] is not None and not args[place].is_inference():
                 torch.autograd.graph.increment_version(args[place])
         return result
 
-    return bumping
+    return run

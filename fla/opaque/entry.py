@@ -1,4 +1,4 @@
-"""The function that callers hold: the choice of the road, and the autograd of the raw one."""
+"""The function that callers hold: it chooses between the kernel itself (the eager path) and the operator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from fla.opaque.autograd import autograd_function, generate, refuse_grad
 from fla.opaque.declaration import Declaration
 from fla.opaque.operators import Operators
 
-# A Parameter is a plain tensor to a kernel; any other subclass may have no memory behind it.
+# A kernel takes a Parameter like a plain tensor; other subclasses may have no memory behind them.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _PLAIN_OR_NONE = _PLAIN | {type(None)}
 
 
 def takes_eager_path(*tensors: torch.Tensor | None) -> bool:
-    """Whether an opaque kernel takes its first road for such tensors, on its device; entry points have this test in line."""
+    """Whether an opaque kernel takes its eager path for these tensors, if they are on its device.
+
+    Generated entry points have the same test inline.
+    """
     return not (
         torch.compiler.is_dynamo_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -30,11 +33,12 @@ def takes_eager_path(*tensors: torch.Tensor | None) -> bool:
 
 
 class OpaqueKernel(Protocol):
-    """What `opaque()` returns: a function with the schema's arguments, by position or keyword.
+    """The function that `opaque()` returns. It takes the schema's arguments, by position or keyword.
 
-    `op` is the library operator: what an exported program holds, and what `torch.library.opcheck` takes. Below autograd,
-    where compiled graphs, dispatch modes and selective checkpointing look, it is `forward_op`, and `backward_op` (None
-    without backward).
+    Attributes:
+        op: the library operator, which exported programs hold and `torch.library.opcheck` takes.
+        forward_op: the operator below autograd, which compiled graphs, dispatch modes and selective checkpointing see.
+        backward_op: the same for the gradient; None without a backward.
     """
 
     op: Any
@@ -45,6 +49,7 @@ class OpaqueKernel(Protocol):
 
 
 def entry_point(declaration: Declaration, operators: Operators) -> OpaqueKernel:
+    """Generate the public function of a declaration."""
     namespace: dict[str, Any] = {
         '_PLAIN': _PLAIN,
         '_PLAIN_OR_NONE': _PLAIN_OR_NONE,
@@ -53,8 +58,8 @@ def entry_point(declaration: Declaration, operators: Operators) -> OpaqueKernel:
         '_is_grad_enabled': torch.is_grad_enabled,
         '_transforms_active': torch._C._are_functorch_transforms_active,
         '_dispatch_modes': torch._C._len_torch_dispatch_stack,
-        'refuse_grad': partial(refuse_grad, declaration),
-        '_raw': declaration.forward,
+        '_refuse_grad': partial(refuse_grad, declaration),
+        '_kernel': declaration.forward,
         '_op': operators.op,
     }
     if declaration.backward is not None:
@@ -67,7 +72,7 @@ def entry_point(declaration: Declaration, operators: Operators) -> OpaqueKernel:
 
 
 def _entry_source(declaration: Declaration, base: str) -> str:
-    """The text of the public function: straight-line, since each generic loop here would cost as much as a small kernel."""
+    """The text of the public function. Straight-line: each generic loop in it would cost as much as a small kernel."""
     arguments = ', '.join(declaration.inputs)
     plain = ' and '.join(
         f'type({name}) in {"_PLAIN" if declaration.inputs[name] == "Tensor" else "_PLAIN_OR_NONE"}'
@@ -86,12 +91,12 @@ def _entry_source(declaration: Declaration, base: str) -> str:
         '        if _is_grad_enabled():',
     ]
     if constants:
-        lines.append(f'            if {_requires_grad(declaration, constants)}: refuse_grad(({arguments},))')
+        lines.append(f'            if {_requires_grad(declaration, constants)}: _refuse_grad(({arguments},))')
     if declaration.backward is not None:
         lines.append(f'            if {_requires_grad(declaration, declaration.grads)}: return _Function.apply({arguments})')
-    return '\n'.join(
-        lines + _call_and_return(declaration, '_raw', '        ') + _call_and_return(declaration, '_op', '    ')
-    )
+    lines += _call_and_return(declaration, '_kernel', '        ')
+    lines += _call_and_return(declaration, '_op', '    ')
+    return '\n'.join(lines)
 
 
 def _requires_grad(declaration: Declaration, names: Sequence[str]) -> str:
@@ -101,8 +106,8 @@ def _requires_grad(declaration: Declaration, names: Sequence[str]) -> str:
     )
 
 
-def _call_and_return(declaration: Declaration, kernel: str, indent: str) -> list[str]:
-    call = f'{kernel}({", ".join(declaration.inputs)})'
+def _call_and_return(declaration: Declaration, callee: str, indent: str) -> list[str]:
+    call = f'{callee}({", ".join(declaration.inputs)})'
     if not declaration.results:
         return [f'{indent}{call}', f'{indent}return None']
     return [f'{indent}{", ".join(declaration.results)} = {call}', f'{indent}return {", ".join(declaration.visible)}']

@@ -1,7 +1,7 @@
 """Facts about devices, strict environment parsing and testing helpers.
 
-The constants (`device`, `IS_NVIDIA_HOPPER`, ...) describe the machine's default accelerator. They are computed when read,
-because asking a driver at import would initialise it in every process and poison later forks.
+The constants (`device`, `IS_NVIDIA_HOPPER`, ...) describe the machine's default accelerator. They are computed when read:
+asking a driver at import would initialise it in every process, and CUDA is unusable in forks of such a process.
 """
 
 from __future__ import annotations

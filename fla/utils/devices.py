@@ -1,4 +1,4 @@
-"""Facts about devices, read when asked for and never at import.
+"""Facts about devices, read when needed and never at import.
 
 A *platform* is the hardware family a kernel is written for. `cuda` never includes ROCm, although a ROCm tensor says
 `is_cuda` and an MI300 reports capability (9, 4), which would pass for a Hopper successor.
@@ -16,7 +16,7 @@ PLATFORMS = ('cpu', 'cuda', 'rocm', 'xpu', 'npu', 'mps', 'meta')
 
 @dataclass(frozen=True)
 class Device:
-    """One device as selection sees it: its platform, index, name and (on `cuda` and `rocm`) compute capability."""
+    """What the selection of a backend reads of a device. `capability` is set on `cuda` and `rocm` only."""
 
     platform: str
     index: int = 0
@@ -25,11 +25,11 @@ class Device:
 
     @property
     def kind(self) -> tuple[str, str, tuple[int, int] | None]:
-        """What two interchangeable devices share."""
+        """Platform, name and capability: equal for interchangeable devices."""
         return self.platform, self.name, self.capability
 
 
-# Devices that explain(platform=...) can speak about on a machine that lacks them.
+# Devices that explain(platform=...) can describe on a machine that lacks them.
 KNOWN_DEVICES = {
     'cpu': Device('cpu', name='CPU'),
     'meta': Device('meta', name='meta'),
@@ -67,7 +67,7 @@ def platform_of(tensor: torch.Tensor) -> str:
 
 
 def devices_of(platform: str) -> tuple[Device, ...]:
-    """Every visible device of a platform. Only for `cuda` and `rocm` does this ask a driver."""
+    """Every visible device of a platform. Asks a driver for `cuda` and `rocm` only."""
     if platform not in ('cuda', 'rocm'):
         return (Device(platform, name=platform),)
     if (platform == 'rocm') != is_rocm_build() or not torch.cuda.is_available():
@@ -86,7 +86,7 @@ def _cuda_device(platform: str, index: int) -> Device:
 
 
 def default_device() -> str:
-    """`torch.device` type of the machine's accelerator, else `'cpu'`. Asks the driver: call it where one is wanted."""
+    """The `torch.device` type of the machine's accelerator, else `'cpu'`. Asks the driver."""
     for name in ('cuda', 'xpu', 'npu', 'mps'):
         backend = getattr(torch, name, None)
         if backend is not None and hasattr(backend, 'is_available') and backend.is_available():
@@ -95,7 +95,7 @@ def default_device() -> str:
 
 
 def capability_of(device: torch.device | int | str | None = None) -> tuple[int, int] | None:
-    """Compute capability of a CUDA device (NVIDIA only), None elsewhere. An index or None means a CUDA device."""
+    """Compute capability of an NVIDIA GPU, None elsewhere. An index is a CUDA device's; None is the current one."""
     if is_rocm_build():
         return None
     if isinstance(device, str):
@@ -111,7 +111,7 @@ def capability_of(device: torch.device | int | str | None = None) -> tuple[int, 
 
 @functools.cache
 def multiprocessors_of(device: torch.device) -> int:
-    """How many multiprocessors a device, of which the index is given, has; 1 where nobody says."""
+    """The number of multiprocessors of a device, which must have an index; 1 if it is unknown."""
     if device.type == 'cuda':
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device.type == 'xpu':
@@ -164,21 +164,28 @@ def is_npu(device: torch.device | int | str | None = None) -> bool:
     return hasattr(torch, 'npu') and bool(torch.npu.is_available())
 
 
-# Shared memory a thread block may use, in KiB, by the names kernels are tuned for. Capability 8.6, 8.9 and 12.x has that of
-# `ada`, 8.0 and 8.7 of `ampere`, 9.x and 10.x of `hopper`.
+# KiB of shared memory that a thread block may use, by the name of an architecture. Capabilities 8.6, 8.9 and 12.x have as
+# much as `ada`, 8.0 and 8.7 as `ampere`, 9.x and 10.x as `hopper`.
 _SHARED_MEMORY = {'ada': 99, 'ampere': 163, 'hopper': 227, 'blackwell': 227}
 
 
 def shared_memory_of(capability: tuple[int, int] | None) -> int:
-    """Bytes of shared memory that a thread block may use at a compute capability; for None, the least of any."""
+    """Bytes of shared memory that a thread block may use at a compute capability; the least of all for None."""
     large = capability is not None and capability[0] in (9, 10)
     name = 'hopper' if large else 'ampere' if capability in ((8, 0), (8, 7)) else 'ada'
     return _SHARED_MEMORY[name] * 1024
 
 
 def check_shared_mem(arch: str = 'ampere', device: int | None = None) -> bool:
-    """Whether a thread block of `device` may use as much shared memory as one of `arch` (`ada`, `ampere`, `hopper`,
-    `blackwell`). False without a CUDA device."""
+    """Whether a thread block of a CUDA device may use as much shared memory as one of `arch`. False without a CUDA device.
+
+    Args:
+        arch: `'ada'`, `'ampere'`, `'hopper'` or `'blackwell'`.
+        device: index of the CUDA device. Default: the current one.
+
+    Raises:
+        ValueError: for another `arch`.
+    """
     if arch not in _SHARED_MEMORY:
         raise ValueError(f'arch must be one of {sorted(_SHARED_MEMORY)}, got {arch!r}')
     if is_rocm_build() or not torch.cuda.is_available():

@@ -1,8 +1,8 @@
 """Environment variables: strict values, and a live view that `torch.compile` can guard.
 
-Dynamo traces `os.environ.get('X')` of an *unset* variable without a guard, so a compiled caller never sees it being set.
-Reading the dictionary behind `os.environ` with a literal key gives exactly one guard on that one variable. The dictionary
-and its key encoding are private names of CPython (stable since 3.2); they are used here and nowhere else.
+Dynamo traces `os.environ.get('X')` of an *unset* variable without a guard, so compiled code does not notice when X is set.
+Reading the dictionary behind `os.environ` with a literal key gives exactly one guard, on that variable. The dictionary and
+its key encoding are private names of CPython (stable since 3.2), used in this module only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TRUE_LITERALS = ('1', 'true', 'yes', 'on')
 FALSE_LITERALS = ('0', 'false', 'no', 'off')
 BOOLEAN_CHOICES = ', '.join(TRUE_LITERALS) + ' or ' + ', '.join(FALSE_LITERALS)
 
-# Where a Python lacks the private names, the public mapping serves: right in eager, stale under torch.compile.
+# A Python without the private names uses the public mapping: right in eager code, stale under torch.compile.
 _private = hasattr(os.environ, '_data') and hasattr(os.environ, 'encodekey') and hasattr(os.environ, 'decodevalue')
 LIVE: Mapping[Any, Any] = os.environ._data if _private else os.environ  # type: ignore[attr-defined]
 
@@ -27,7 +27,7 @@ def live_key(name: str) -> Any:
 
 
 def live_value(text: str) -> Any:
-    """How the value `text` is stored in `LIVE`."""
+    """The form in which `LIVE` stores the value `text`."""
     return os.environ.encodevalue(text) if _private else text
 
 
@@ -39,7 +39,7 @@ def text_of(raw: Any) -> str | None:
 
 
 def parse_boolean(text: str) -> bool | None:
-    """`1/true/yes/on` or `0/false/no/off`, any case, spaces stripped; None for anything else."""
+    """Parse `1/true/yes/on` or `0/false/no/off`, in any case, spaces stripped; None for anything else."""
     word = text.strip().lower()
     if word in TRUE_LITERALS:
         return True
@@ -54,6 +54,6 @@ def split_list(text: str, separators: str = ',|') -> tuple[str, ...]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or an empty string where nothing comes close."""
+    """` Did you mean 'x'?` for the nearest known name, or an empty string if none is close."""
     match = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     return f" Did you mean '{match[0]}'?" if match else ''

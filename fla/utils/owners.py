@@ -1,7 +1,7 @@
-"""Other distributions with files under `fla/`, such as flash-linear-attention. Installed together, one overwrites files of
-the other, and what then fails does not say why.
+"""Finds other distributions with files under `fla/`, such as flash-linear-attention.
 
-Asked only while an error is being built: the metadata of everything that is installed takes about 0.1 s to read.
+If both are installed, one has overwritten files of the other, and the errors that follow do not say so. This module adds it.
+It runs only while an error is built: reading the metadata of all installed packages takes about 0.1 s.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 OURS, TOP = 'fla-dispatch', 'fla'
-# Known to own files there even where they came without a list of them, as from a Linux distribution.
+# Own files there even if their metadata lists none, as when installed by a Linux distribution.
 _KNOWN = ('fla-core', 'flash-linear-attention')
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A distribution: its name, its version, and the folder it is installed in."""
+    """An installed distribution: its name, version and folder."""
 
     name: str
     version: str
@@ -32,7 +32,7 @@ class Owner:
 
 
 def other_owners() -> tuple[Owner, ...]:
-    """The distributions, besides this one, that own files under `fla/`. Read once per `sys.path`."""
+    """The other distributions that own files under `fla/`. Read once per `sys.path`."""
     return _owners(tuple(sys.path))
 
 
@@ -44,12 +44,12 @@ def _owners(path: tuple[str, ...]) -> tuple[Owner, ...]:
 def _read(path: tuple[str, ...]) -> Iterator[Owner]:
     for distribution in importlib.metadata.distributions(path=list(path)):
         try:
-            name = distribution.metadata['Name'] or OURS  # one without a name could not be uninstalled
+            name = distribution.metadata['Name'] or OURS  # skips one without a name, which pip cannot uninstall
             normal = re.sub(r'[-_.]+', '-', name).lower()
             if normal != OURS and (normal in _KNOWN or _owns(distribution)):
                 yield Owner(name, distribution.version, str(distribution.locate_file('')))
         except Exception:
-            # broken metadata of some package: a conflict that cannot be seen is no reason to lose the error being built
+            # Another package's metadata is broken. That must not replace the error being built.
             continue
 
 
@@ -61,7 +61,7 @@ def _owns(distribution: importlib.metadata.Distribution) -> bool:
 
 
 def conflict() -> str | None:
-    """A sentence that names them and says what to do; None where there is no other owner."""
+    """A sentence that names the other owners and says what to do; None without other owners."""
     found = other_owners()
     if not found:
         return None
@@ -74,17 +74,20 @@ def conflict() -> str | None:
 
 
 def with_conflict(text: str) -> str:
-    """A message, and the conflict if there is one."""
+    """`text`, with the conflict appended if there is one."""
     found = conflict()
     return text if found is None else f'{text}\nPossibly because {found}.'
 
 
 def missing(module: str, name: str) -> Exception:
-    """What the `__getattr__` of a package raises: an AttributeError; in `from module import name`, where Python would put
-    its own words in place of one, an ImportError that names the conflict, if there is one."""
+    """The error for the `__getattr__` of a package to raise, which names a conflict with another distribution.
+
+    It is an AttributeError, except in `from module import name` with a conflict: Python would replace the message of an
+    AttributeError there, so it is an ImportError.
+    """
     text = f'module {module!r} has no attribute {name!r}'
     if name.startswith('_') or importlib.util.find_spec(f'{module}.{name}') is not None:
-        # a submodule that is about to be imported
+        # private, or a submodule that Python imports next
         return AttributeError(text)
     caller = sys._getframe(2).f_code
     if caller.co_name == '_handle_fromlist' and conflict() is not None:

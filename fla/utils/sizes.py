@@ -1,14 +1,13 @@
-"""Sizes of tiles and grids. Triton's functions of these names can be called by kernels as well, and take 2 to 4 us each on
-the host, in every launch."""
+"""Sizes of tiles and grids. Triton has functions of the same names, which take 2 to 4 us per call on the host."""
 
 from __future__ import annotations
 
 
 def cdiv(number: int, by: int) -> int:
-    """How many parts of a size `by` hold `number`."""
+    """`number / by`, rounded up."""
     return -(-number // by)
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of two that is not smaller than a positive number."""
+    """The least power of two that is at least `number`, which must be positive."""
     return 1 << (number - 1).bit_length()

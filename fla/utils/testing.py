@@ -1,4 +1,4 @@
-"""Comparing a kernel's result with a reference."""
+"""Comparison of a kernel's result with a reference."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def assert_close(
     warning: bool = False,
     err_atol: float = 1e-6,
 ) -> None:
-    """Passes if max|ref - tri| <= err_atol; else a NaN in either fails, then RMS(ref - tri) / RMS(ref) < ratio must hold.
+    """Raises AssertionError unless `max|ref - tri| <= err_atol` or `RMS(ref - tri) / RMS(ref) < ratio`.
+
+    A NaN in either tensor, or another shape, always fails.
 
     Args:
-        prefix: names the compared quantity in the message.
-        ref, tri: tensors of one shape, any dtype.
+        prefix: name of the compared quantity, for the message.
+        ref, tri: the reference and the kernel's result, tensors of one shape and any dtype.
         ratio: bound of the relative RMS error.
-        warning: warn instead of raising.
-        err_atol: absolute error that always passes. Default: 1e-6.
+        warning: whether to warn instead of raising; a wrong shape raises all the same.
+        err_atol: absolute error that always passes.
     """
     if ref.shape != tri.shape:
         raise AssertionError(f'{prefix}: shapes differ, {tuple(ref.shape)} and {tuple(tri.shape)}')

@@ -1,4 +1,4 @@
-"""Fixtures of the layers' tests."""
+"""Fixtures for the tests of the layers."""
 
 import pytest
 import torch
@@ -8,18 +8,18 @@ from fla.layers import attn, padding
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """All layers share their code, of which so many variants are compiled and no more."""
+    """All layers share their code, and Dynamo limits the compiled variants of one function."""
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=['waits', 'packs padding', 'masks', 'masks of few sizes'])
+@pytest.fixture(params=['syncs', 'packs padding', 'masks', 'masks, padded keys'])
 def padded(request, monkeypatch):
-    """The roads of a padded batch: of eager code, and where nobody may wait; attention has two of those, and on a GPU adds
-    keys that nobody sees."""
-    if request.param != 'waits':
-        monkeypatch.setattr(padding, 'may_wait', lambda x: False)
-        monkeypatch.setattr(attn, 'may_pack', lambda x: request.param == 'packs padding')
-    if request.param == 'masks of few sizes':
+    """The paths of a padded batch: eager code, which waits for the device, and code that may not wait. Attention has two of
+    the latter, and on a GPU adds masked keys."""
+    if request.param != 'syncs':
+        monkeypatch.setattr(padding, 'may_sync', lambda x: False)
+        monkeypatch.setattr(attn, 'packs_for_attention', lambda x: request.param == 'packs padding')
+    if request.param == 'masks, padded keys':
         monkeypatch.setattr(attn, 'takes_cudnn', lambda *asked: True)
         monkeypatch.setattr(attn, 'KEYS_MULTIPLE', 4)
     return request.param

@@ -1,4 +1,4 @@
-"""What layers remember: rows that change places, rows that go on at different times, calls that fail."""
+"""Caches: rows that are reordered, padded rows, calls that fail, caches of another layer."""
 
 import copy
 
@@ -18,7 +18,7 @@ def tensors(cache):
 
 
 @pytest.mark.parametrize('name', LAYERS)
-def test_rows_change_places(name):
+def test_reordering_rows(name):
     layer, x, more = make(name), hidden(3, 6), hidden(4, 2, seed=2)
     rows = torch.tensor([2, 0, 0, 1])
     with torch.no_grad():
@@ -36,8 +36,8 @@ def test_rows_change_places(name):
 
 
 @pytest.mark.parametrize('name', LAYERS)
-def test_a_copy_goes_on_in_the_same_graph(name):
-    """Two ways to go on from one beginning, each with the gradient of its whole."""
+def test_a_deep_copy_stays_in_the_graph(name):
+    """The original and its copy continue differently, each with the gradient of its whole sequence."""
     layer, x, ends = make(name), hidden(2, 6).requires_grad_(), (hidden(2, 1, seed=2), hidden(2, 1, seed=3))
     cache = layer(x, use_cache=True)[2]
     for end, one in zip(ends, (copy.deepcopy(cache), cache), strict=True):
@@ -62,7 +62,7 @@ def test_a_copy_goes_on_in_the_same_graph(name):
         (torch.tensor([-1]), ValueError, r'beam_idx must be in \[0, 2\), the number of sequences, got -1 to -1'),
     ],
 )
-def test_rows_that_are_none(rows, kind, message):
+def test_bad_row_indices(rows, kind, message):
     layer = make('gdn')
     cache = layer(hidden(2, 3), use_cache=True)[2]
     with pytest.raises(kind, match=message):
@@ -91,8 +91,8 @@ def test_which_layers_have_a_state():
 
 
 @pytest.mark.parametrize('name', [name for name in RECURRENT if 'plain' not in name])
-def test_a_step_that_fails_half_way(monkeypatch, name):
-    """The convolutions have taken it, in place; the recurrence has not."""
+def test_a_step_that_fails_half_way_tears_the_cache(monkeypatch, name):
+    """The convolutions have taken the step, in place; the recurrence has not."""
     layer, x = make(name), hidden(2, 5)
 
     def fail(*args, **options):
@@ -106,13 +106,13 @@ def test_a_step_that_fails_half_way(monkeypatch, name):
             with pytest.raises(torch.OutOfMemoryError):
                 layer(x[:, 4:], past_key_values=cache)
         for one in (cache, copy.deepcopy(cache)):
-            with pytest.raises(ValueError, match=r'past_key_values\[0\] was changed in part by a step that failed'):
+            with pytest.raises(ValueError, match=r'past_key_values\[0\] was partly changed by a step that failed'):
                 layer(x[:, 4:], past_key_values=one)
         assert error(layer(x)[0][:, 4:], layer(x[:, 4:], past_key_values=before)[0]) < bound(name)
 
 
 def test_a_hook_that_raises_leaves_a_torn_cache():
-    """Of the first convolution, which has taken the step."""
+    """The hook of the first convolution, which has taken the step."""
     layer, x = make('gdn'), hidden(1, 5)
     with torch.no_grad():
         cache = layer(x[:, :4], use_cache=True)[2]
@@ -120,13 +120,13 @@ def test_a_hook_that_raises_leaves_a_torn_cache():
         with pytest.raises(ZeroDivisionError):
             layer(x[:, 4:], past_key_values=cache)
         hook.remove()
-        with pytest.raises(ValueError, match='was changed in part by a step that failed'):
+        with pytest.raises(ValueError, match='was partly changed by a step that failed'):
             layer(x[:, 4:], past_key_values=cache)
 
 
-def test_a_step_that_changed_nothing_may_be_made_again(monkeypatch):
-    """A packed one, which takes new tensors; one that fails before its convolutions; one that PyTorch refuses, as it would
-    write into what a transform has captured."""
+def test_a_failed_step_that_changed_nothing_can_be_retried(monkeypatch):
+    """A packed step, which makes new tensors; a step that fails before its convolutions; a step that PyTorch refuses because
+    it would write into a tensor captured by a transform."""
     layer, x = make('gdn'), hidden(1, 5)
 
     def fail(*args, **options):
@@ -171,7 +171,7 @@ def test_an_empty_cache_has_no_rows_to_change():
 @pytest.mark.parametrize('pieces', [[5], [1, 4], [4, 1], [1, 1, 1, 1, 1], [2, 3]], ids=str)
 @pytest.mark.parametrize('name', LAYERS)
 def test_padded_prefill_in_pieces(padded, name, pieces):
-    """Padding changes nothing, also where a piece is one step, and whatever is there."""
+    """Padding, here NaN, changes nothing, also if a piece is a single step."""
     layer, x = make(name), hidden(4, 5)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0]])
     x[mask == 0] = torch.nan
@@ -193,7 +193,7 @@ def test_padded_prefill_in_pieces(padded, name, pieces):
 @pytest.mark.parametrize('name', LAYERS)
 @pytest.mark.parametrize('step', [True, 1, 1.0, 0.25, 3], ids=str)
 def test_padding_is_zero_and_a_step_is_not(padded, name, step):
-    """Masks of any dtype say that and no more: no position is counted in other numbers."""
+    """In masks of any dtype, whatever the nonzero number: positions do not count in it."""
     layer, x, mask = make(name), hidden(2, 6), torch.tensor([[0, 1, 1, 0, 1, 1], [1] * 6])
     given = torch.where(mask.bool(), torch.tensor(step), torch.zeros((), dtype=torch.tensor(step).dtype))
     with torch.no_grad():
@@ -237,19 +237,29 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(name, length):
 @pytest.mark.parametrize(
     ('name', 'options', 'other', 'message'),
     [
-        ('gdn', {}, 'attn', r'past_key_values\[0\].recurrent is of another layer, with sizes .* and not there: each layer'),
-        ('attn', {}, 'gdn', r'past_key_values\[0\].keys_values is of another layer'),
-        ('attn', {}, 'attn window', r'keys_values is of another layer, with sizes .* and not \[\[3, 4\], \[3, 4\]\]'),
-        # q and k would have taken their steps before v could not
+        (
+            'gdn',
+            {},
+            'attn',
+            r'past_key_values\[0\].recurrent belongs to another layer: .*, this layer needs none; give each layer',
+        ),
+        ('attn', {}, 'gdn', r'past_key_values\[0\].keys_values belongs to another layer'),
+        (
+            'attn',
+            {},
+            'attn window',
+            r'keys_values belongs to another layer: its sizes are .*, this layer needs \[\[3, 4\], \[3, 4\]\]',
+        ),
+        # without the check, q and k would take their steps before v fails
         (
             'gdn',
             {'expand_v': 1},
             'gdn',
-            r'recurrent is of another layer, with sizes \[\[4, 4, 4\]\] and not \[\[4, 4, 8\]\]',
+            r'recurrent belongs to another layer: its sizes are \[\[4, 4, 4\]\], this layer needs \[\[4, 4, 8\]\]',
         ),
-        ('gdn', {'conv_size': 3}, 'gdn', r'conv is of another layer, with sizes \[\[8, 3\], \[8, 3\], \[32, 3\]\]'),
-        ('kda', {}, 'gdn', 'recurrent is of another layer'),
-        ('kda', {'use_short_conv': True}, 'gdn plain', 'is of another layer'),
+        ('gdn', {'conv_size': 3}, 'gdn', r'conv belongs to another layer: its sizes are \[\[8, 3\], \[8, 3\], \[32, 3\]\]'),
+        ('kda', {}, 'gdn', 'recurrent belongs to another layer'),
+        ('kda', {'use_short_conv': True}, 'gdn plain', 'belongs to another layer'),
     ],
 )
 @pytest.mark.parametrize('length', [1, 2])
@@ -286,7 +296,7 @@ def test_a_layer_narrower_than_float64_goes_on_from_its_cache(name, length):
 @pytest.mark.parametrize('name', LAYERS)
 @pytest.mark.parametrize('shape', [(2, 0), (0, 3), (0, 1), (0, 0)], ids=str)
 @pytest.mark.parametrize('masked', [False, True])
-def test_nothing(padded, name, shape, masked):
+def test_empty_batches(padded, name, shape, masked):
     layer, x = make(name), hidden(*shape)
     mask = torch.ones(shape) if masked else None
     o, _, cache = layer(x, attention_mask=mask, use_cache=True)
@@ -301,7 +311,7 @@ def test_nothing(padded, name, shape, masked):
 
 
 def test_padded_attention_is_packed_attention():
-    """With nothing cached; not in compiled code, which cannot wait for lengths, nor after cached steps."""
+    """With nothing cached; neither in compiled code, which cannot wait for lengths, nor after cached steps."""
     layer, x = make('attn window', torch.float32), hidden(2, 6, dtype=torch.float32)
     mask = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1]])
     with trace() as recorded:
@@ -327,10 +337,10 @@ def test_a_refused_call_leaves_no_state():
     assert len(cache) == 0
 
 
-@pytest.mark.parametrize(('planned', 'numbers'), [(True, [8, 8, 12, 12]), (False, [7, 8, 9, 10])])
-def test_masked_keys_are_of_few_numbers(monkeypatch, planned, numbers):
-    """Where cuDNN would make a plan for each."""
-    monkeypatch.setattr(attn, 'takes_cudnn', lambda *asked: planned)
+@pytest.mark.parametrize(('cudnn', 'numbers'), [(True, [8, 8, 12, 12]), (False, [7, 8, 9, 10])])
+def test_masked_keys_are_padded_for_cudnn(monkeypatch, cudnn, numbers):
+    """cuDNN would make a plan for each number of keys."""
+    monkeypatch.setattr(attn, 'takes_cudnn', lambda *asked: cudnn)
     monkeypatch.setattr(attn, 'KEYS_MULTIPLE', 4)
     layer, mask, found, attend = make('attn'), torch.tensor([[0] * 2 + [1] * 4]), [], F.scaled_dot_product_attention
 
@@ -349,8 +359,8 @@ def test_masked_keys_are_of_few_numbers(monkeypatch, planned, numbers):
 
 
 @pytest.mark.parametrize('name', ['attn', 'attn window', 'attn nope'])
-def test_gradients_of_padded_attention_where_nobody_may_wait(name):
-    """As packed, of the input and of every parameter."""
+def test_gradients_of_masked_attention_in_compiled_code(name):
+    """Those of the packed path, for the input and every parameter."""
     layer = make(name, torch.float32)
     x = hidden(2, 6, dtype=torch.float32).requires_grad_()
     mask = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1]])

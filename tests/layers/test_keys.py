@@ -1,4 +1,4 @@
-"""Keys and values grow in place, and nobody else's change."""
+"""Keys and values grow in place without changing those of another cache."""
 
 import copy
 import pickle
@@ -19,8 +19,8 @@ def places(cache):
 
 @pytest.mark.parametrize('name', ATTENTION)
 def test_steps_are_added_in_place(monkeypatch, name):
-    """With room for four steps: copies are made of 5 and of 10."""
-    monkeypatch.setattr(keys, 'MOST', 4)
+    """With four spare steps, so that copies are made after 5 and 10 steps."""
+    monkeypatch.setattr(keys, 'MAX_SPARE', 4)
     layer, x, cache, pieces, found = make(name), hidden(2, 14), Cache(), [], []
     with torch.no_grad():
         for part in x.split([5, *[1] * 9], 1):
@@ -33,8 +33,8 @@ def test_steps_are_added_in_place(monkeypatch, name):
 
 @pytest.mark.parametrize('fork', [copy.copy, copy.deepcopy], ids=['shallow', 'deep'])
 @pytest.mark.parametrize('name', ATTENTION)
-def test_two_ways_to_go_on(name, fork):
-    """From one beginning, in turns; a shallow copy of the state of a layer has its keys and values in the same memory."""
+def test_forks_continue_independently(name, fork):
+    """In turns. A shallow copy of a layer's state shares the memory of its keys and values."""
     layer, x, ends = make(name), hidden(2, 4), [hidden(2, 5, seed=seed) for seed in (2, 3)]
     with torch.no_grad():
         cache = Cache()
@@ -51,8 +51,8 @@ def test_two_ways_to_go_on(name, fork):
 
 
 @pytest.mark.parametrize('name', ATTENTION)
-def test_room_in_and_out_of_modes(name):
-    """Without gradients, in inference mode, with gradients, in turns."""
+def test_buffer_across_grad_modes(name):
+    """No gradients, inference mode and gradients, in turns."""
     layer, x, cache, pieces = make(name), hidden(2, 9).requires_grad_(), Cache(), []
     modes = [torch.no_grad, torch.inference_mode, torch.inference_mode, torch.no_grad, torch.no_grad, torch.enable_grad]
     for mode, part in zip(modes, x.split([3, 1, 1, 1, 1, 2], 1), strict=True):
@@ -60,12 +60,12 @@ def test_room_in_and_out_of_modes(name):
             pieces.append(layer(part, past_key_values=cache)[0])
     whole = layer(x)[0]
     assert error(whole, torch.cat([piece.detach().clone() for piece in pieces], 1)) < bound(name)
-    # the last piece has a gradient, of its own steps
+    # the last piece has a gradient for its own steps
     weights = hidden(2, 2, seed=5)
     (got,) = torch.autograd.grad((pieces[-1] * weights).sum(), x)
     before, last = x[:, :7].detach(), x[:, 7:].detach().requires_grad_()
     again = layer(torch.cat([before, last], 1))[0]
-    # of keys and values that the cached steps have given, none
+    # cached keys and values have none
     assert got[:, :7].count_nonzero() == 0
     (wanted,) = torch.autograd.grad((again[:, 7:] * weights).sum(), last)
     assert error(wanted, got[:, 7:]) < bounds.of_gradient(bound(name))
@@ -85,8 +85,8 @@ def test_a_step_that_fails_leaves_keys_and_values(monkeypatch):
     assert error(oracle('attn', layer, x)[:, 6:], torch.cat(pieces, 1)) < bound('attn')
 
 
-def test_a_graph_of_views_is_as_it_was():
-    """Steps are added behind what it saved."""
+def test_graphs_of_earlier_views_remain_valid():
+    """Steps are written behind what the graph saved."""
     layer, cache, x = make('attn'), Cache(), hidden(2, 5)
     with torch.no_grad():
         for part in x[:, :4].split([3, 1], 1):
@@ -101,13 +101,13 @@ def test_a_graph_of_views_is_as_it_was():
 
 
 @pytest.mark.parametrize(('length', 'more'), [(1, 16), (100, 16), (1000, 125), (5000, 256)])
-def test_how_much_memory_waits(length, more):
+def test_spare_steps(length, more):
     old = (torch.zeros(2, length - 1, 1, 1),) * 2
-    assert keys.Room(old, 1).buffers[0].shape[1] == length + more
+    assert keys.GrowingBuffer(old, 1).keys_values[0].shape[1] == length + more
 
 
-def test_a_file_has_no_room():
-    """Nor what the memory that waits for more steps held before."""
+def test_pickles_have_no_spare_memory():
+    """Nor what that memory held before."""
     layer, cache, x = make('attn'), Cache(), hidden(2, 7)
     with torch.no_grad():
         for part in x[:, :6].split([5, 1], 1):
@@ -120,12 +120,12 @@ def test_a_file_has_no_room():
     assert torch.equal(first, second)
 
 
-def test_rows_that_change_places_leave_no_room():
-    """The memory of those before is given back."""
+def test_reordering_frees_the_buffer():
+    """The new tensors do not hold the memory of the old ones."""
     layer, cache = make('attn'), Cache()
     with torch.no_grad():
         for part in hidden(3, 6).split([5, 1], 1):
             layer(part, past_key_values=cache)
-        assert cache[0].room is not None
+        assert cache[0].buffer is not None
         cache.reorder_cache(torch.tensor([2, 0, 1]))
-    assert cache[0].room is None
+    assert cache[0].buffer is None

@@ -25,7 +25,7 @@ LAYERS = {
     'kda conv bias': lambda **kw: KimiDeltaAttention(
         HIDDEN, 1.5, 4, 2, conv_bias=True, allow_neg_eigval=True, layer_idx=0, **kw
     ),
-    # heads of v of 516, in three parts
+    # value heads of 516, in three parts
     'gdn wide v': lambda **kw: GatedDeltaNet(HIDDEN, 129, 4, 1, 2, layer_idx=0, **kw),
     'attn': lambda **kw: Attention(HIDDEN, 4, 2, layer_idx=0, head_dim=4, **kw),
     'attn window': lambda **kw: Attention(HIDDEN, 3, qkv_bias=True, qk_norm=True, window_size=4, layer_idx=0, **kw),
@@ -125,7 +125,7 @@ def error(expected, got):
 
 
 def bound(name):
-    """Of float64; angles are float32 whatever the layer's dtype is."""
+    """For float64. Angles are float32 whatever the layer's dtype."""
     return bounds.of_layer(torch.float64, turned='attn' in name and 'nope' not in name)
 
 
@@ -134,7 +134,7 @@ def test_against_the_formula(name):
     layer, x = make(name), hidden(2, 70)
     with trace() as recorded:
         o, weights, cache = layer(x)
-    # of softmax attention PyTorch's own
+    # sdpa serves softmax attention
     assert {backend for _, backend in recorded.counters} <= {'reference', 'sdpa'}
     assert weights is None
     assert cache is None
@@ -142,7 +142,7 @@ def test_against_the_formula(name):
 
 
 def test_wide_heads_of_v_with_decays_of_channels():
-    """In three parts. Weights as the layer draws them: others would make of 516 inputs of the gate very strong ones."""
+    """In three parts, with the layer's own weights: those of `make` would give very strong gates from 516 inputs."""
     torch.manual_seed(0)
     layer, x = KimiDeltaAttention(HIDDEN, 129, 4, 1, 2, layer_idx=0).double(), hidden(2, 9).requires_grad_()
     expected = oracle('kda', layer, x)
@@ -159,7 +159,7 @@ def test_wide_heads_of_v_with_decays_of_channels():
 
 @pytest.mark.parametrize('kind', [GatedDeltaNet, KimiDeltaAttention, Attention], ids=lambda kind: kind.__name__)
 def test_defaults(kind):
-    """What a class is made with, when nothing is said, runs."""
+    """A layer made without arguments runs."""
     layer = kind()
     with torch.no_grad():
         o = layer(torch.randn(1, 3, 2048))[0]
@@ -171,7 +171,7 @@ def test_defaults(kind):
     'make_layer',
     [lambda: GatedDeltaNet(64, head_dim=257), lambda: Attention(514, 2), lambda: KimiDeltaAttention(64, head_dim=512)],
 )
-def test_heads_that_no_kernel_takes(make_layer):
+def test_heads_too_wide_for_kernels(make_layer):
     with pytest.raises(ValueError, match='head_dim must be at most 256, got'):
         make_layer()
 
@@ -192,7 +192,7 @@ def test_recurrent_mode(name):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize('name', LAYERS)
 def test_narrow_dtypes(name, dtype):
-    """Within what the layer's own rounding of weights, inputs and projections amounts to."""
+    """Errors are within those of rounding weights, inputs and projections."""
     layer, x = make(name).to(dtype), hidden(2, 20).to(dtype)
     expected = oracle(name, make(name).to(dtype).double(), x.double())
     o = layer(x)[0]
@@ -202,7 +202,7 @@ def test_narrow_dtypes(name, dtype):
 
 @pytest.mark.parametrize('name', LAYERS)
 def test_generation(name):
-    """Prefill, more prefill, then step by step is the same as all at once."""
+    """Prefill, more prefill, then single steps give the same as one call."""
     layer, x = make(name), hidden(2, 13)
     with torch.no_grad():
         o, _, cache = layer(x[:, :5], use_cache=True)
@@ -239,7 +239,7 @@ def test_packed_sequences(name):
 @pytest.mark.parametrize('side', ['left', 'right', 'none'])
 @pytest.mark.parametrize('name', LAYERS)
 def test_padded_generation(padded, name, side):
-    """Sequences of different lengths give what each gives alone, whatever is at the padding."""
+    """Sequences of different lengths give what each gives alone, whatever stands in the padding."""
     layer, steps = make(name), 3
     lengths = [6, 2, 4] if side != 'none' else [6, 6, 6]
     mask = torch.zeros(3, 6, dtype=torch.long)
@@ -262,11 +262,11 @@ def test_padded_generation(padded, name, side):
 
 
 def exact_gradients(name, x, weights, spans=None):
-    """By the formula, of x and all parameters, for that gradient of the output; of sequences that lie in those spans."""
+    """The formula's gradients of x and all parameters, for the output gradient `weights` and sequences at `spans`."""
     layer = make(name)
-    # the oracle reads detached parameters: put those that require grad in their place
+    # the oracle detaches parameters: give it some that stay in the graph
     parameters = dict(layer.named_parameters())
-    layer.named_parameters = lambda: [(n, _Undetached(p)) for n, p in parameters.items()]
+    layer.named_parameters = lambda: [(n, _NotDetached(p)) for n, p in parameters.items()]
     o = torch.cat([oracle(name, layer, x[:, a:b]) for a, b in spans or [(0, x.shape[1])]], 1)
     found = torch.autograd.grad((o * weights).sum(), [x, *parameters.values()])
     return dict(zip(['x', *parameters], found, strict=True))
@@ -294,7 +294,7 @@ def test_gradients_of_packed_sequences(name):
 
 @pytest.mark.parametrize('name', LAYERS)
 def test_gradients_of_padded_sequences(padded, name):
-    """Those of the steps alone, also where padding is no number and something is said of its output."""
+    """They are those of the steps alone, although padding is NaN and its output has a gradient."""
     layer, x = make(name), hidden(1, 9).requires_grad_()
     kept = torch.tensor([0, 0, 1, 1, 0, 1, 1, 1, 0]).bool()
     given = torch.full((2, 9, HIDDEN), torch.nan, dtype=torch.float64)
@@ -310,7 +310,7 @@ def test_gradients_of_padded_sequences(padded, name):
         assert error(a, b) < bounds.of_gradient(bound(name)), label
 
 
-class _Undetached:
+class _NotDetached:
     def __init__(self, tensor):
         self._tensor = tensor
 
@@ -329,7 +329,7 @@ def test_padding_does_not_reach_gradients(padded):
 
 
 def gradients_of(call, layer, x):
-    """By `call`, which is the layer or compiled from it."""
+    """Gradients of x and the parameters through `call`, the layer or its compiled form."""
     x = x.detach().requires_grad_()
     o = call(x)[0]
     return torch.autograd.grad((o * torch.linspace(-1, 1, o.numel()).view_as(o)).sum(), [x, *layer.parameters()])
@@ -353,9 +353,10 @@ def test_compile_and_autocast(name):
 @pytest.mark.parametrize('narrow', [(False, True, True), (True, False, True), (False, True, False)], ids=str)
 @pytest.mark.parametrize('name', LAYERS)
 def test_generation_in_and_out_of_autocast(name, narrow, masked):
-    """A cache serves calls of either kind, and what is in it is not rounded by a call in a narrower dtype.
+    """A cache serves calls in and out of autocast, and a call in a narrower dtype does not round it.
 
-    Of input no row of which the norm of a recurrence's output divides by a number near 0, and all that was rounded."""
+    With this seed the output norm never divides by a number near 0, which would amplify rounding errors.
+    """
     layer, x, cache, pieces = make(name, torch.float32), hidden(2, 9, dtype=torch.float32, seed=2), Cache(), []
     with torch.no_grad(), trace() as recorded:
         for (a, b), enabled in zip(((0, 5), (5, 8), (8, 9)), narrow, strict=True):
@@ -390,7 +391,7 @@ def test_a_layer_made_narrower_goes_on_from_its_cache(name, masked):
 
 @pytest.mark.parametrize('name', LAYERS)
 def test_exported(name):
-    """Attention for any length; the recurrences of the reference, a loop over chunks, for one."""
+    """For any length with attention; for one length with the reference's recurrences, which loop over chunks."""
     layer, x = make(name, torch.float32), hidden(2, 20, dtype=torch.float32)
     steps = torch.export.Dim('T', min=2, max=4096) if 'attn' in name else None
     exported = torch.export.export(layer, (x,), dynamic_shapes=({1: steps},)).module()
@@ -415,7 +416,7 @@ def test_compiled_packed_sequences(name, dynamic):
 
 @pytest.mark.parametrize('name', ['gdn', 'gdn plain', 'kda', 'attn', 'attn window'])
 def test_compiled_padded_sequences(name):
-    """Nothing breaks the graph, with a cache or without."""
+    """The graph does not break, with or without a cache."""
     layer, x = make(name, torch.float32), hidden(3, 9, dtype=torch.float32)
     limit = bounds.of_compiled(bounds.of_layer(torch.float32))
     mask = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 1], [1] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0]])
@@ -445,7 +446,7 @@ def test_exported_padded_sequences(name):
 
 @pytest.mark.parametrize('name', LAYERS)
 def test_padded_sequences_without_data(name):
-    """Shapes alone, on a meta device and of fake tensors: nobody asks how many steps are no padding."""
+    """On the meta device and with fake tensors, the number of steps is not read."""
     layer, x = make(name), hidden(3, 9)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert layer(mode.from_tensor(x), attention_mask=mode.from_tensor(PADDED))[0].shape == x.shape
@@ -455,7 +456,7 @@ def test_padded_sequences_without_data(name):
 @pytest.mark.parametrize('name', ['gdn', 'gdn plain', 'kda', 'attn', 'attn window'])
 @pytest.mark.filterwarnings('ignore:There is a performance drop', 'ignore:torch.searchsorted')
 def test_padded_samples_of_a_vmap(name):
-    """Each with its own padding, which gives them different numbers of steps."""
+    """Each sample has its own padding and so its own number of steps."""
     layer = make(name)
     x, mask = torch.stack([hidden(3, 9), hidden(3, 9, seed=2)]), torch.stack([PADDED, PADDED.flip(1)])
     with torch.no_grad(), trace() as recorded:
@@ -470,7 +471,7 @@ def test_padded_samples_of_a_vmap(name):
 @pytest.mark.parametrize('name', ['gdn', 'kda', 'attn'])
 @pytest.mark.filterwarnings('ignore:There is a performance drop', 'ignore:torch.searchsorted')
 def test_gradients_of_padded_samples(name):
-    """Of each sample by itself, by a grad inside a vmap."""
+    """Per-sample gradients, by a grad inside a vmap."""
     layer = make(name)
     x, mask = torch.stack([hidden(3, 9), hidden(3, 9, seed=2)]), torch.stack([PADDED, PADDED.flip(1)])
 
@@ -499,7 +500,7 @@ def test_forward_mode_of_a_mask_after_cached_steps(name):
 
 @pytest.mark.parametrize('name', ['gdn', 'kda conv bias'])
 def test_compiled_generation_of_packed_sequences(name):
-    """A step of each sequence, and some steps, which the convolutions serve in another way."""
+    """One step of each sequence; then several, which the convolutions serve by another path."""
     layer, x = make(name, torch.float32), hidden(1, 9, dtype=torch.float32)
     start, limit = torch.tensor([0, 2, 2, 9]), bounds.of_compiled(bounds.of_layer(torch.float32))
     with torch.no_grad():
@@ -512,7 +513,7 @@ def test_compiled_generation_of_packed_sequences(name):
 
 
 def test_arguments_of_flash_linear_attention():
-    """In its order; the one without effect changes nothing."""
+    """They have its order, and the ignored one changes nothing."""
     torch.manual_seed(0)
     layer = Attention(HIDDEN, 3, 1, True, True, 4, 500.0, 2048, 0)
     torch.manual_seed(0)
@@ -535,7 +536,7 @@ def test_initial_decay():
 
 @pytest.mark.parametrize('name', RECURRENT)
 def test_made_without_memory(name):
-    """A layer made on the meta device, as large models are, is filled by `reset_parameters` of it and its modules."""
+    """`reset_parameters` of a layer and its modules fills a layer made on the meta device, as large models are."""
     with torch.device('meta'):
         layer = make(name)
     layer.to_empty(device='cpu')
@@ -545,7 +546,7 @@ def test_made_without_memory(name):
         if hasattr(module, 'reset_parameters'):
             module.reset_parameters()
     assert all(parameter.isfinite().all() for parameter in layer.parameters())
-    # of KDA from 1 on
+    # KDA's A is at least 1
     assert float(layer.A_log.detach().min()) >= (0 if 'kda' in name else math.log(0.01))
     assert float(layer.A_log.detach().max()) <= math.log(16)
     dt = F.softplus(layer.dt_bias.detach())

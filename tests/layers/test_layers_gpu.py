@@ -1,5 +1,5 @@
-"""The layers on a GPU against the papers' formulas in float64: the kernels that serve them there, generation, padded and
-packed batches, compiled code and graph capture."""
+"""The layers on a GPU, against the papers' formulas in float64: which kernels serve them, generation, padded and packed
+batches, compiled code, graph capture."""
 
 import itertools
 
@@ -17,7 +17,7 @@ SPANS = [(0, 130), (130, 131), (131, 333)]
 
 
 def on_gpu(name, dtype, *shape):
-    """A layer and its input there, and both in float64 on the CPU."""
+    """A layer and its input on the GPU, and both in float64 on the CPU."""
     layer, x = make(name, FP32).to(dtype), hidden(*shape).to(dtype)
     return layer.cuda(), x.cuda().requires_grad_(), make(name, FP32).to(dtype).double(), x.double().requires_grad_()
 
@@ -31,7 +31,7 @@ def served_by(recorded):
 
 
 def padding(*lengths):
-    """A mask that has so many steps in each row, behind two of padding."""
+    """A mask with that many steps in each row, after two of padding."""
     mask = torch.zeros(len(lengths), 220, device='cuda')
     for row, length in zip(mask, lengths, strict=True):
         row[2 : 2 + length] = 1
@@ -44,7 +44,7 @@ def test_against_the_formula(name, dtype):
     layer, x, exact, wide = on_gpu(name, dtype, 2, 200)
     with trace() as recorded:
         o = layer(x)[0]
-    # plain attention may be PyTorch's
+    # sdpa may serve plain attention
     assert served_by(recorded) <= ({'default', 'sdpa'} if 'attn' in name else {'default'})
     right = oracle(name, exact, wide)
     assert o.dtype == dtype
@@ -53,12 +53,12 @@ def test_against_the_formula(name, dtype):
     (dx,) = torch.autograd.grad((o.double() * weights.cuda()).sum(), x)
     (right_dx,) = torch.autograd.grad((right * weights).sum(), wide)
     most, on_cpu = bounds.of_gradient(limit(dtype)), error(right_dx, by_pytorch(name, dtype, weights))
-    # in float16 PyTorch's own operations make 1.03e-2 of KDA, which is beyond its bound: there, 1.5 times that
+    # PyTorch's own float16 operations have an error of 1.03e-2 for KDA, beyond its bound: then 1.5 times that is allowed
     assert error(right_dx, dx.cpu()) < (most if on_cpu < most else 1.5 * on_cpu)
 
 
 def by_pytorch(name, dtype, weights):
-    """The gradient of a layer's input in that dtype, on a CPU."""
+    """The gradient of a layer's input in that dtype, on the CPU."""
     layer, x = make(name, FP32).to(dtype), hidden(2, 200).to(dtype).requires_grad_()
     return torch.autograd.grad((layer(x)[0].double() * weights).sum(), x)[0]
 
@@ -131,7 +131,7 @@ def test_compiled(name):
 
 @pytest.mark.parametrize('name', LAYERS)
 def test_compiled_padded_sequences(name):
-    """Without a break or a wait, by the kernels, with gradients."""
+    """The kernels serve it without a graph break or a wait, with gradients."""
     layer, x, _, _ = on_gpu(name, FP32, 3, 220)
     mask = padding(130, 1, 202)
     x = x.detach().masked_fill(mask[..., None] == 0, torch.nan).requires_grad_()
@@ -148,7 +148,7 @@ def test_compiled_padded_sequences(name):
 
 
 def captured(call):
-    """The graph of a call and what it returns, after two calls outside of it."""
+    """The CUDA graph of a call and the call's result, after two warm-up calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -162,11 +162,11 @@ def captured(call):
 
 @pytest.mark.parametrize('name', ['gdn', 'kda', 'attn window'])
 def test_captured_padded_sequences(name):
-    """A graph of a padded batch follows new numbers and new padding, also with a new cache."""
+    """A replay computes with new numbers and new padding, also with a new cache."""
     layer, x, _, _ = on_gpu(name, FP32, 3, 220)
     x, mask = x.detach(), padding(130, 1, 202)
     with torch.no_grad():
-        # kernels of a packed batch with the padding in it
+        # compiles the kernels for a packed batch that includes the padding
         layer(
             x.view(1, 660, -1), cu_seqlens=torch.tensor([0, 130, 131, 333, 660], device='cuda'), use_cache='attn' not in name
         )
@@ -177,13 +177,13 @@ def test_captured_padded_sequences(name):
         right, _, other = layer(x, attention_mask=mask, use_cache=True)
         assert error(right, o) < bounds.of_compiled(limit(FP32))
         more, mask = hidden(3, 2, dtype=FP32, seed=2).cuda(), torch.cat([mask, mask.new_ones(3, 2)], 1)
-        right, found = (layer(more, attention_mask=mask, past_key_values=kept)[0] for kept in (other, cache))
+        right, found = (layer(more, attention_mask=mask, past_key_values=past)[0] for past in (other, cache))
         assert error(right, found) < bounds.of_compiled(limit(FP32))
 
 
 @pytest.mark.parametrize('name', ['gdn', 'kda', 'attn window'])
 def test_captured(name):
-    """A graph of a packed batch follows new numbers and new lengths."""
+    """A replay computes with new numbers and new lengths."""
     layer, x, _, _ = on_gpu(name, BF16, 1, 333)
     x, lens = x.detach(), torch.tensor([0, 130, 130, 131, 333], device='cuda')
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The layers on the Triton kernels, interpreted: as `test_layers`, and every function that has a kernel is served by it."""
+"""The layers on interpreted Triton kernels: as in test_layers, and a kernel serves every function that has one."""
 
 import itertools
 
@@ -17,7 +17,7 @@ BOUND = bounds.EXACT[FP32]
 
 
 def served(recorded):
-    """Each function that ran, and by whom."""
+    """Each function that ran, and the backend that served it."""
     return {function.rpartition('.')[2]: backend for function, backend in recorded.counters}
 
 
@@ -25,7 +25,7 @@ def expected_of(name):
     if 'attn' in name:
         norm = {'rms_norm': 'default'} if name == 'attn window' else {}
         turned = {} if name == 'attn nope' else {'rotary_embedding': 'default'}
-        # plain attention on a CPU is PyTorch's
+        # sdpa serves plain attention on a CPU
         return {'parallel_attn': 'sdpa', **norm, **turned}
     operation = 'kda' if 'kda' in name else 'gated_delta_rule'
     short = {} if name == 'gdn plain' else {'causal_conv1d': 'default'}
@@ -52,7 +52,7 @@ SPANS = [(0, 3), (3, 4), (4, 11)]
 
 @pytest.mark.parametrize('name', LAYERS)
 def test_packed_and_padded_sequences(name):
-    """With attention's own kernels, which a CPU does not choose, and gradients."""
+    """With gradients, and with attention's own kernels, which are not chosen on a CPU by default."""
     layer, x = make(name, FP32), hidden(1, 11, dtype=FP32).requires_grad_()
     exact, wide = make(name, FP32).double(), x.detach().double().requires_grad_()
     right = torch.cat([oracle(name, exact, wide[:, a:b]) for a, b in SPANS], 1)
@@ -77,7 +77,7 @@ def test_packed_and_padded_sequences(name):
 
 @pytest.mark.parametrize('name', [name for name in LAYERS if 'attn' in name])
 def test_generation_of_attention(name):
-    """As below; a step attends by the kernel for few queries."""
+    """As below; the kernel for few queries serves single steps."""
     layer, x = make(name, FP32), hidden(2, 9, dtype=FP32)
     right = oracle(name, make(name, FP32).double(), x.double())
     with torch.no_grad(), use_backend('default', op='attn'), trace() as recorded:
@@ -89,7 +89,7 @@ def test_generation_of_attention(name):
 
 @pytest.mark.parametrize('name', RECURRENT)
 def test_generation(name):
-    """Prefill, more prefill, then step by step is the same as all at once."""
+    """Prefill, more prefill, then single steps give the same as one call."""
     layer, x = make(name, FP32), hidden(2, 13, dtype=FP32)
     right = oracle(name, make(name, FP32).double(), x.double())
     with torch.no_grad():
@@ -113,7 +113,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize('name', OPERATORS)
 def test_exported_for_any_length(name):
-    """Kernels are operators of the program, whatever T is."""
+    """Kernels are operators of the exported program, for any T."""
     layer, x = make(name, FP32), hidden(1, 20, dtype=FP32)
     shapes = ({1: torch.export.Dim('T', min=2, max=4096)},)
     with use_backend('default', op='attn'):

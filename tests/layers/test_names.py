@@ -1,5 +1,5 @@
-"""Names and shapes in checkpoints are those of docs/layers.md, for every kind of each layer; arguments are what callers of
-flash-linear-attention's layers pass."""
+"""Parameters have the names and shapes of docs/layers.md, in every variant of each layer. Arguments are those that callers
+of flash-linear-attention's layers pass."""
 
 import inspect
 import itertools
@@ -24,14 +24,14 @@ CASES = {
 
 
 def table_of(name):
-    """Rows of the layer's table: names, shape, arguments."""
+    """Rows of the layer's table in the docs: names, shape, arguments."""
     text = (ROOT / 'docs/layers.md').read_text(encoding='utf-8').split('## Names in checkpoints')[1]
     lines = text[text.index(f'\n`{name}`, with ') :].split('\n\n')[1].splitlines()[2:]
     return [[re.findall('`([^`]+)`', cell) for cell in line.strip('|').split(' | ')] for line in lines]
 
 
 def size(text, letters):
-    """Of one dimension: a number, a letter or a product of two letters."""
+    """The size of one dimension, given as a number, a letter or a product of two letters."""
     made = 1
     for factor in text.split(' * '):
         made *= letters[factor] if factor in letters else int(factor)

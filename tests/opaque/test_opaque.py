@@ -1,4 +1,4 @@
-"""Opaque kernels: numpy stands for the extension that PyTorch cannot look into, plain float64 PyTorch is the oracle."""
+"""Opaque kernels. NumPy stands in for an extension that PyTorch cannot trace; plain float64 PyTorch is the oracle."""
 
 from __future__ import annotations
 
@@ -154,26 +154,26 @@ def check(function, q, h0, final=True):
 
 
 def operators_of(function):
-    """Names of this file's operators that the dispatcher saw: none on the raw road."""
+    """Names of this file's operators that PyTorch's dispatcher saw: none on the eager path."""
     with torch.autograd.profiler.profile() as profile:
         function()
     return sorted({event.name for event in profile.function_events if event.name.startswith('opaque_test::')})
 
 
-# The raw road
+# The eager path
 
 
 @pytest.mark.parametrize('final', [True, False])
 @pytest.mark.parametrize('h0', [True, False])
 @pytest.mark.parametrize('grad', [(True, True), (True, False), (False, True), (False, False)])
-def test_eager_is_raw_and_right(final, h0, grad):
+def test_eager_calls_run_the_kernel_directly(final, h0, grad):
     q, h0 = inputs(h0=h0, grad=grad)
     assert operators_of(lambda: check(partial(loss, scan), q, h0, final)) == []
     needs = (grad[0], grad[1] and h0 is not None)
     assert calls == ['forward', *[f'backward{"".join("01"[one] for one in needs)}'] * any(needs)]
 
 
-def test_no_graph_where_none_is_wanted():
+def test_no_graph_without_gradients():
     q, h0 = inputs()
     with torch.no_grad():
         assert operators_of(lambda: scan(q, h0, 0.5, 5, True)) == []
@@ -182,7 +182,7 @@ def test_no_graph_where_none_is_wanted():
         assert scan(q, h0, 0.5, 5, True)[0].is_inference()
 
 
-def test_parameters_run_raw():
+def test_parameters_take_the_eager_path():
     q, h0 = (torch.nn.Parameter(one) for one in inputs())
     assert operators_of(lambda: check(partial(loss, scan), q, h0)) == []
 
@@ -195,7 +195,7 @@ def test_strided_inputs_and_expanded_gradients():
     torch.testing.assert_close(q.grad.double(), double.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_function_reads_like_one_written_by_hand():
+def test_function_has_signature_name_and_source():
     assert str(inspect.signature(scan)) == '(q, h0, scale, n, final)'
     assert (scan.__name__, scan.__module__) == ('scan', __name__)
     assert inspect.getsource(scan).startswith('def scan(q, h0, scale, n, final):')
@@ -235,16 +235,16 @@ def test_inductor():
     counter = CompileCounterWithBackend('inductor')
     compiled = torch.compile(partial(loss, scan), backend=counter, fullgraph=True, dynamic=True)
     for length in (5, 8):
-        # Transposed, for Inductor checks the strides of what comes back: the gradient is contiguous, as was promised.
+        # transposed: Inductor checks that the gradient is contiguous, as the default fake_backward says
         q = torch.randn(3, length).t().requires_grad_()
         check(compiled, q, inputs()[1])
     assert counter.frame_count == 1
 
 
-# Inductor's cache on disk does not look at an operator's tags: it would answer with what an older version of them gave.
+# Inductor's disk cache ignores an operator's tags, so it could return code compiled for an older version of them.
 @torch._inductor.config.patch(force_disable_caches=True)
 def test_inductor_keeps_strides():
-    """Here Inductor would lay the sum out as `y` if the kernel did not mind: then what a verifier saw is no longer true."""
+    """Without the tag Inductor would give the sum the layout of `y`, and a verifier would have seen other strides."""
 
     def forward(x):
         strides.append(x.stride())
@@ -270,8 +270,8 @@ def test_compiled_inference_only():
     assert operators_of(lambda: compiled(x)) == ['opaque_test::triple_forward']
 
 
-def test_gradients_are_converted_to_what_was_promised():
-    """A float64 gradient for a float32 input: eager autograd casts it, a compiled graph would misread its memory."""
+def test_gradients_get_the_dtype_and_strides_of_inputs():
+    """Eager autograd casts a float64 gradient of a float32 input; a compiled graph would misread its memory."""
     mask = torch.ones(3, 4)
     for function in (rank, torch.compile(rank, backend='aot_eager', fullgraph=True)):
         x, weight = torch.randn(4, 3).t().requires_grad_(), torch.randn(3, 4, requires_grad=True)
@@ -329,7 +329,7 @@ def test_meta_tensors():
     assert calls == []
 
 
-def test_real_tensors_in_a_fake_mode_do_not_reach_the_kernel():
+def test_real_tensors_in_fake_mode_do_not_reach_the_kernel():
     q, h0 = inputs()
     with FakeTensorMode(), pytest.raises(AssertionError, match='FakeTensor'):
         scan(q, h0, 0.5, 5, True)
@@ -337,7 +337,7 @@ def test_real_tensors_in_a_fake_mode_do_not_reach_the_kernel():
 
 
 def test_make_fx_records_the_operator():
-    """Traced with real tensors: the raw road would leave the numbers of this run in the graph as a constant."""
+    """With real tensors. The eager path would leave the numbers of this run in the graph as a constant."""
     graph = make_fx(lambda x: triple(x) + 1)(torch.randn(3))
     x = torch.randn(3)
     torch.testing.assert_close(graph(x).double(), x.double() * 3 + 1, rtol=1e-6, atol=1e-6)
@@ -383,14 +383,14 @@ def test_checkpointing(selective):
     assert calls.count('forward') == (1 if selective else 2)
 
 
-# What has no answer is refused
+# vmap loops; derivatives that a kernel cannot give are refused
 
 
 def compiled_or_not(function, how):
-    return function if how == 'raw' else torch.compile(function, backend=how, fullgraph=True)
+    return function if how == 'plain' else torch.compile(function, backend=how, fullgraph=True)
 
 
-HOW = ['raw', 'eager', 'aot_eager']
+HOW = ['plain', 'eager', 'aot_eager']
 
 
 @pytest.mark.parametrize('how', HOW)
@@ -474,7 +474,7 @@ def test_functional_derivatives_are_refused(how, transform, kernel):
         function(q)
 
 
-def test_a_transform_of_something_else_goes_on():
+def test_transforms_of_other_inputs_work():
     q, h0 = inputs(grad=(False, False))
     gradient = torch.func.grad(lambda h0: (h0 * triple(q)[0]).sum())(h0)
     torch.testing.assert_close(gradient.double(), 3 * q[0].double(), rtol=1e-6, atol=1e-6)
@@ -489,7 +489,7 @@ def test_tangents_are_not_lost(how, warm, grad, kernel):
     function = compiled_or_not(call, how)
     q = inputs(grad=(False, False))[0]
     with torch.set_grad_enabled(grad):
-        if warm:  # the code for this call exists already, and knows nothing of tangents
+        if warm:  # the code for this call is compiled already, without tangents
             function(q)
         with fwad.dual_level(), pytest.raises(RuntimeError, match='opaque kernel'):
             function(fwad.make_dual(q, torch.ones_like(q)))
@@ -505,7 +505,7 @@ def test_tensors_without_tangent_in_a_dual_level():
 
 @pytest.mark.parametrize('how', HOW)
 def test_double_backward_is_refused(how):
-    """Also where the first gradient depends on the input by what was saved only, which `once_differentiable` lets pass."""
+    """Also where the first gradient depends on the input only through saved tensors, which `once_differentiable` allows."""
     q, h0 = inputs()
     function = compiled_or_not(lambda q, h0: scan(q, h0, 0.5, 5, False)[0].sum(), how)
 
@@ -591,7 +591,7 @@ def test_extensions_may_return_lists():
 
 
 def test_custom_fake_backward():
-    """A gradient whose shape no saved tensor has: backward takes the result only."""
+    """Backward takes no input, so that the gradient's shape comes from `fake_backward`."""
     function = opaque(
         'opaque_test::exp',
         schema='(Tensor x) -> (Tensor o)',
@@ -622,7 +622,7 @@ def test_mutation(how):
         append(torch.ones(4), torch.zeros(4))  # has no version to count
 
 
-def test_mutation_of_what_autograd_saved_is_noticed():
+def test_mutation_of_saved_tensors_is_noticed():
     q, cache = torch.randn(4, requires_grad=True), torch.randn(4)
     product = q * cache
     append(torch.ones(4), cache)
@@ -653,7 +653,7 @@ def test_defining_again_replaces_the_kernels():
     assert again(x).tolist() == compiled(x).tolist() == [5, 5, 5]
 
 
-def test_defining_again_keeps_the_form():
+def test_defining_again_cannot_change_the_schema():
     doubled(2)
     with pytest.raises(
         ValueError, match=r'opaque_test::again is defined in .*test_opaque.py with schema .*choose another name'
@@ -666,7 +666,7 @@ def test_defining_again_keeps_the_form():
 
 
 def test_a_module_imported_twice(tmp_path, monkeypatch):
-    """Once more under another name, by another copy of the helper: what test runners and plugin loaders do."""
+    """Under another name and with another copy of `opaque`, as test runners and plugin loaders do."""
 
     def load(path, name):
         spec = importlib.util.spec_from_file_location(name, path)
@@ -696,10 +696,10 @@ def test_a_module_imported_twice(tmp_path, monkeypatch):
         load(tmp_path / 'second.py', 'opaque_second').define(opaque)
 
 
-def test_an_operator_of_somebody_else():
+def test_names_of_foreign_operators_are_refused():
     library = torch.library.Library('opaque_test', 'FRAGMENT')
     library.define('foreign_backward(Tensor x) -> Tensor')
-    with pytest.raises(ValueError, match='opaque_test::foreign_backward is an operator of somebody else'):
+    with pytest.raises(ValueError, match='opaque_test::foreign_backward is already defined by other code'):
         opaque('opaque_test::foreign', schema='(Tensor x) -> Tensor', forward=triple_forward, fake=triple_forward)
 
 
@@ -726,16 +726,16 @@ LONE = {'backward': None, 'grads': (), 'intermediates': ()}
         ({'fake': None}, TypeError, 'fake=None is not a function'),
         ({'backward': 3}, TypeError, 'backward=3 is not a function'),
         ({'schema': None}, TypeError, 'schema=None is not a string'),
-        ({'schema': 'Tensor x -> Tensor'}, ValueError, "does not read; write it like '\\(Tensor q"),
+        ({'schema': 'Tensor x -> Tensor'}, ValueError, "is malformed; write it like '\\(Tensor q"),
         ({'schema': '(Tensr x, Tensor? w, float s) -> (Tensor o, Tensor lse)'}, ValueError, 'before any Tensor'),
         ({'schema': '(Tensor x, Tensor? w, flot s) -> (Tensor o, Tensor lse)'}, ValueError, 'PyTorch cannot take schema'),
         ({'schema': '(Tensor x, Tensor? w, float s=1.0) -> Tensor'}, ValueError, 'without defaults'),
         ({'schema': '(Tensor x, Tensor? w, *, float s) -> Tensor'}, ValueError, 'plain positional arguments'),
         ({'schema': '(Tensor x, Tensor[] w, float s) -> Tensor'}, ValueError, 'pass the tensors one by one'),
-        ({'schema': '(Tensor(a) x, Tensor? w, float s) -> Tensor(a)'}, ValueError, 'no list or view'),
+        ({'schema': '(Tensor(a) x, Tensor? w, float s) -> Tensor(a)'}, ValueError, 'not a list or view'),
         ({'schema': '(Tensor? x, Tensor w, float s) -> Tensor'}, ValueError, 'a Tensor argument before any Tensor'),
         ({'schema': '(Tensor x, Tensor? lambda, float s) -> Tensor'}, ValueError, "'lambda' cannot name it"),
-        ({'schema': '(Tensor x, Tensor? _w, float s) -> Tensor'}, ValueError, 'no leading underscore'),
+        ({'schema': '(Tensor x, Tensor? _w, float s) -> Tensor'}, ValueError, 'without leading underscore'),
         ({'schema': '(Tensor x, Tensor? x, float s) -> Tensor'}, ValueError, "name 'x' twice"),
         ({'schema': '(Tensor x, Tensor? w, float s) -> (Tensor o, Tensor x)'}, ValueError, "name 'x' twice"),
         (
@@ -761,14 +761,14 @@ LONE = {'backward': None, 'grads': (), 'intermediates': ()}
         ({'fake_backward': lambda do, x: None}, TypeError, 'fake_backward must take'),
         ({'grads': ()}, ValueError, r'grads=\(\) must name the inputs .* out of x, w'),
         ({'grads': ('x', 'x')}, ValueError, 'each once'),
-        ({'grads': ('x', 's')}, ValueError, "grads has 's', which is no tensor argument; choose from x, w"),
+        ({'grads': ('x', 's')}, ValueError, "grads has 's', which is not a tensor argument; choose from x, w"),
         ({'grads': 'x'}, TypeError, "grads='x' is not a tuple of names"),
         ({'intermediates': ('o',)}, ValueError, 'must be the last results'),
         ({'intermediates': ('o', 'lse')}, ValueError, 'after at least one visible'),
         ({'non_differentiable': ('lse',)}, ValueError, "non_differentiable has 'lse'; choose from o"),
         ({'backward': None}, ValueError, 'grads= is given without backward='),
         ({**LONE, 'fake_backward': lambda: None}, ValueError, 'fake_backward= is given without backward='),
-        ({'devices': ()}, ValueError, r'devices=\(\) allows none'),
+        ({'devices': ()}, ValueError, r'devices=\(\) is empty'),
         ({'devices': 'cuda'}, TypeError, "devices='cuda' is not a tuple"),
         ({'devices': ('rocm',)}, ValueError, "devices has 'rocm'; .* 'cuda' \\(ROCm too\\)"),
         ({'devices': ('cuda:0',)}, ValueError, "devices has 'cuda:0'"),
@@ -783,7 +783,7 @@ def test_bad_declarations(changes, error, message):
 
 
 def test_a_good_declaration_passes():
-    """The base of the bad ones is not at fault."""
+    """`GOOD`, from which the bad ones are made."""
     assert opaque('opaque_test::good', **GOOD).backward_op is not None
 
 

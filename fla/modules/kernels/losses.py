@@ -10,7 +10,7 @@ from torch import distributed
 
 from fla.modules.checks import under_autocast
 from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, reduced, scaled
-from fla.opaque import in_a_loop, opaque, takes_eager_path
+from fla.opaque import loop_under_vmap, opaque, takes_eager_path
 from fla.ops.launch.triton_call import DEVICES, in_rows
 from fla.ops.recurrence.reference import without_autocast
 
@@ -250,7 +250,7 @@ class _OneChunk(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @in_a_loop
+    @loop_under_vmap
     def backward(ctx: Any, dloss: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
