@@ -237,6 +237,22 @@ def test_links(page):
             assert not anchor or anchor in anchors(file), f'{page} links to {target}#{anchor}'
 
 
+def test_paths_in_contributing_exist():
+    text = (markdown.ROOT / 'CONTRIBUTING.md').read_text(encoding='utf-8')
+    paths = set(re.findall(r'(?<![\w/.])((?:fla|tests|scripts|benchmarks|docs|\.ci)/[\w./-]*\w/?)(?![\w<])', text))
+    assert len(paths) > 40
+    assert [path for path in sorted(paths) if not (markdown.ROOT / path).exists()] == []
+
+
+def test_names_in_contributing_are_in_their_files():
+    """A name that stands before the file that holds it: `name` in `path.py`."""
+    text = ' '.join((markdown.ROOT / 'CONTRIBUTING.md').read_text(encoding='utf-8').split())
+    found = re.findall(r'`(\w+)` in `([\w/]+\.py)`', text)
+    assert len(found) >= 3
+    for name, path in found:
+        assert re.search(rf'\b{name}\b', (markdown.ROOT / path).read_text(encoding='utf-8')), f'{path} has no {name}'
+
+
 def test_readme_links_to_every_page():
     text = (markdown.ROOT / 'README.md').read_text(encoding='utf-8')
     assert [page for page in PAGES if f']({page})' not in text] == []
