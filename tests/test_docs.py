@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,8 @@ PAGES = sorted(path.relative_to(markdown.ROOT).as_posix() for path in (markdown.
 WITH_LINKS = ['README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'benchmarks/README.md', *PAGES]
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, markdown.ROOT / f'scripts/{name}.py')
+def script(path):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, markdown.ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -23,12 +24,12 @@ def script(name):
 
 @pytest.fixture(scope='module')
 def update_docs():
-    return script('update_docs')
+    return script('scripts/update_docs.py')
 
 
 @pytest.fixture(scope='module')
 def draw_figures():
-    return script('draw_figures')
+    return script('scripts/draw_figures.py')
 
 
 @pytest.mark.parametrize('page', PAGES)
