@@ -1,5 +1,6 @@
 """The examples in docs/ run, generated parts are up to date, and links and named files exist."""
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -236,6 +237,28 @@ def test_links(page):
             file = (path.parent / target).resolve() if target else path
             assert file.exists(), f'{page} links to {target}'
             assert not anchor or anchor in anchors(file), f'{page} links to {target}#{anchor}'
+
+
+def resolves(dotted):
+    """Whether a dotted name is a module or an attribute of one."""
+    module, *names = dotted.split('.')
+    found = importlib.import_module(module)
+    for name in names:
+        module = f'{module}.{name}'
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+        if not hasattr(found, name):
+            return False
+        found = getattr(found, name)
+    return True
+
+
+@pytest.mark.parametrize('page', [page for page in WITH_LINKS if page != 'CHANGELOG.md'])
+def test_dotted_names_exist(page):
+    text = re.sub(r'^```.*?^```', '', (markdown.ROOT / page).read_text(encoding='utf-8'), flags=re.DOTALL | re.MULTILINE)
+    code = ' '.join(re.findall(r'`([^`\n]+)`', text))
+    names = set(re.findall(r'(?<![\w./-])fla(?:\.\w+)+(?![\w<]|\.<)', code))
+    assert [name for name in sorted(names) if not resolves(name)] == []
 
 
 def test_paths_in_contributing_exist():
