@@ -1,10 +1,11 @@
-"""Write the parts of README.md and docs/ that are made from code and from benchmark results.
+"""Write the parts of README.md and docs/ that are generated from code and from benchmark results.
 
     python scripts/update_docs.py            # write them
     python scripts/update_docs.py --check    # exit 1 if one is out of date
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. Sources: `fla.backends.policy.environment.VARIABLES`,
-`fla.backends.lint.RULES`, and `benchmarks/results/*.json`, by their key `benchmark`; each file is one run.
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. Sources: the registries of backends and `explain`,
+`fla.backends.policy.environment.VARIABLES`, `fla.backends.lint.RULES`, and `benchmarks/results/*.json`, by their key
+`benchmark`; each file is one run. The figure of README.md is drawn by `scripts/draw_figures.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fla.backends import BackendRegistry, BaseBackend, Decision, explain
 from fla.backends.lint import RULES
 from fla.backends.policy.environment import VARIABLES
 
@@ -37,7 +42,7 @@ _WHEN = {
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; all columns but the first to the right if they hold numbers."""
+    """A Markdown table. Columns of numbers are aligned to the right."""
     lines = [[re.sub(r'([|*])', r'\\\1', '' if cell is None else str(cell)) for cell in row] for row in (header, *rows)]
     numeric = [all(re.fullmatch(r'[\d.x%/+ -]*', line[i]) for line in lines[1:]) for i in range(len(header))]
     rule = ['--:' if right else '--' for right in numeric]
@@ -45,13 +50,122 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def environment() -> str:
-    """Every policy variable: when it is read and what it does."""
+    """Every policy variable: when it is read, and its effect."""
     rows = [(f'`FLA_{name}`', _WHEN[when], text) for name, (when, text) in VARIABLES.items()]
     return table(['variable', 'read', 'meaning'], rows)
 
 
+def _calls() -> dict[str, tuple[str, partial[Any]]]:
+    """Name of a function → its operation, and an ordinary call in bfloat16."""
+    from fla.modules import (
+        activations,
+        convolution,
+        fused_cross_entropy,
+        fused_linear_cross_entropy,
+        fused_norm_gate,
+        l2norm,
+        layernorm,
+        rotary,
+    )
+    from fla.ops import attn, gated_delta_rule, kda
+
+    q = torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16)
+    gate, x = q[..., 0], torch.zeros(2, 8, 128, dtype=torch.bfloat16)
+    row, target = x[0, 0], torch.zeros(8, dtype=torch.long)
+    filters, angles = torch.zeros(128, 4, dtype=torch.bfloat16), torch.zeros(64, 64)
+    delta, kimi = {'q': q, 'k': q, 'v': q, 'g': gate, 'beta': gate}, {'q': q, 'k': q, 'v': q, 'g': q, 'beta': gate}
+    calls = [
+        ('gated_delta_rule', partial(gated_delta_rule.chunk_gated_delta_rule, **delta)),
+        ('gated_delta_rule', partial(gated_delta_rule.fused_recurrent_gated_delta_rule, **delta)),
+        ('kda', partial(kda.chunk_kda, **kimi)),
+        ('kda', partial(kda.fused_recurrent_kda, **kimi)),
+        ('attn', partial(attn.parallel_attn, q, q, q)),
+        ('modules', partial(layernorm.rms_norm, x, row)),
+        ('modules', partial(layernorm.layer_norm, x, row)),
+        ('modules', partial(layernorm.group_norm, x, row)),
+        ('modules', partial(fused_norm_gate.rms_norm_gated, x, x, row)),
+        ('modules', partial(l2norm.l2norm, x)),
+        ('modules', partial(activations.swiglu, x, x)),
+        ('modules', partial(activations.silu_and_mul, x)),
+        ('modules', partial(activations.swiglu_linear, x, x, x[0], None)),
+        ('modules', partial(rotary.rotary_embedding, q, angles, angles)),
+        ('modules', partial(convolution.causal_conv1d, x, filters)),
+        ('modules', partial(convolution.causal_conv1d_update, x[:, 0], x[:, :4].transpose(1, 2).clone(), None, filters)),
+        ('modules', partial(fused_cross_entropy.cross_entropy_loss, x[0], target)),
+        ('modules', partial(fused_linear_cross_entropy.fused_linear_cross_entropy_loss, x[0], target, x[1])),
+    ]
+    return {call.func.__name__: (operation, call) for operation, call in calls}
+
+
+def operations(results: Path = RESULTS) -> str:
+    """Every function: what serves an ordinary call on each kind of hardware, optional backends, and one measured time."""
+    measured = _measured(results)
+    rows = []
+    for name, (operation, call) in _calls().items():
+        cpu, cuda, *others = (
+            _served(explain(call.func, *call.args, **call.keywords, platform=platform))
+            for platform in ('cpu', 'cuda', 'rocm', 'xpu')
+        )
+        registry = BackendRegistry(operation)
+        registry.import_paths()
+        optional = [
+            f'`{backend.backend_type}` ({"if installed" if _is_on(backend) else f"`{backend.env_var}=1`"})'
+            for backend in registry
+            if hasattr(backend, name) and backend.backend_type not in _ALWAYS
+        ]
+        time = measured.get(name, ['', '', ''])
+        rows.append([f'`{name}`', cpu, cuda, ' / '.join(dict.fromkeys(others)), ', '.join(optional), *time])
+    return table(['function', 'CPU', 'NVIDIA', 'AMD, Intel', 'optional', 'size', 'H200: ms', 'quickest other: ms'], rows)
+
+
+# Backends that need no package of their own, and implementations of other packages that results compare with.
+_ALWAYS = ('sdpa', 'default', 'reference')
+_PEERS = ('flash-linear-attention', 'liger-kernel', 'torch', 'torch.compile')
+
+
+def _is_on(backend: BaseBackend) -> bool:
+    return backend.default_enable is True
+
+
+def _served(decision: Decision) -> str:
+    """What can serve the call without an optional package, in order; `reference` only where it is alone."""
+    able = [one.name for one in decision.candidates if one.name in _ALWAYS and one.verdict in ('chosen', 'eligible')]
+    return ', '.join(f'`{name}`' for name in able if name != 'reference' or len(able) == 1)
+
+
+def _measured(results: Path) -> dict[str, list[str]]:
+    """Function → size, milliseconds on an H200 with the backward if there is one, and the quickest other of the same run."""
+    found: dict[str, list[str]] = {}
+
+    def add(function: str, rows: list[Result], key: str, size: str, ours: str = 'default') -> None:
+        times = {row['backend']: row[key] / (1e3 if key.endswith('_us') else 1) for row in rows if key in row}
+        peers = {name: time for name, time in times.items() if name in _PEERS}
+        if ours in times and peers:
+            quickest = min(peers, key=peers.__getitem__)
+            found[function] = [size, f'{times[ours]:.3g}', f'{quickest} {peers[quickest]:.3g}']
+
+    def size(rows: list[Result]) -> str:
+        return ', '.join(map(str, rows[0]['shape'])) if rows else ''
+
+    for result in _load('delta_rules', results):
+        for op in ('gated_delta_rule', 'kda'):
+            of = [row for row in result['rows'] if row['op'] == op and not row.get('bounded') and not row.get('packed')]
+            chunked = [row for row in of if row.get('shape', [None])[0] == 4]
+            add(f'chunk_{op}', chunked, 'both_ms', size(chunked))
+            add(f'fused_recurrent_{op}', [row for row in of if row.get('decode') == 32], 'gpu_us', '32, 1, 16, 128')
+    for result in _load('attention', results):
+        rows = [row for row in result['rows'] if row['case'] == 'causal']
+        add('parallel_attn', rows, 'both_ms', size(rows), ours='sdpa')
+    for result in _load('modules', results):
+        for module in dict.fromkeys(row['module'] for row in result['rows']):
+            rows = [row for row in result['rows'] if row['module'] == module and row['size'] == 'large']
+            key = 'forward_ms' if module.endswith('_update') else 'both_ms'
+            add(f'{module}_loss' if module.endswith('cross_entropy') else module, rows, key, size(rows))
+    return found
+
+
 def overhead(results: list[Result]) -> str:
-    """What a dispatched call costs."""
+    """The cost of a dispatched call."""
     return '\n\n'.join(_overhead(result) for result in results) or _nothing('benchmarks/dispatch_overhead.py')
 
 
@@ -80,12 +194,12 @@ def _verdict(ceiling: float | None, met: bool | None) -> list[str]:
 
 
 def lint() -> str:
-    """What the lint for backend authors looks for."""
+    """The rules of the lint for backend authors."""
     return table(['rule', 'finding'], [(f'`{name}`', text) for name, text in RULES.items()])
 
 
 def breaks(results: list[Result]) -> str:
-    """What dispatch costs a compiled program."""
+    """The cost of dispatch in a compiled program."""
     return '\n\n'.join(_breaks(result) for result in results) or _nothing('benchmarks/compile_breaks.py')
 
 
@@ -111,14 +225,12 @@ def _breaks(result: Result) -> str:
 
 
 def _stopped_and_note(result: Result) -> str:
-    stopped = (
-        '' if result.get('complete', True) else ' The run was stopped before its end: what is missing was not measured.'
-    )
+    stopped = '' if result.get('complete', True) else ' The run is incomplete: missing values were not measured.'
     return f'{stopped} {result["note"]}' if 'note' in result else stopped
 
 
 def _on_one_card(result: Result) -> str:
-    """What was run where; of the versions not that of Python, which no kernel sees."""
+    """The command, the machine and the versions, except Python's, which no kernel sees."""
     versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items() if name != 'python')
     return f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, {versions}.'
 
@@ -148,7 +260,7 @@ def _shape(row: Result) -> str:
 
 
 def _first_calls(row: Result) -> str:
-    """Of a forward, and then of one with backward."""
+    """Seconds of the first forward, and of the first forward with backward."""
     return ' + '.join(f'{row[f"{name}_first_s"]:.1f}' for name in _PHASES if f'{name}_first_s' in row)
 
 
@@ -158,7 +270,7 @@ def accuracy(results: list[Result]) -> str:
 
 
 def _accuracy(result: Result) -> str:
-    """Means over seeds, in thousandths: of the default and of flash-linear-attention."""
+    """Means over seeds, in thousandths: the default and flash-linear-attention."""
     found: dict[tuple[str, str, float], dict[str, list[dict[str, float]]]] = {}
     for row in result['rows']:
         case = found.setdefault((row['op'], row['dtype'], row['strength']), {})
@@ -184,7 +296,7 @@ def _accuracy(result: Result) -> str:
     single = ''
     if ratios:
         single = (
-            f' Of single inputs, {len(ratios)} errors, the first is {ratios[0]:.2f} to {ratios[-1]:.2f} times the second, '
+            f' In {len(ratios)} errors of single inputs the first is {ratios[0]:.2f} to {ratios[-1]:.2f} times the second, '
             f'{ratios[len(ratios) // 2]:.2f} in the median, and above 1.1 times in {sum(ratio > 1.1 for ratio in ratios)}: '
             f'{", ".join(f"{name} ({ratio:.2f})" for ratio, name in sorted(pairs) if ratio > 1.1)}.'
         )
@@ -211,8 +323,8 @@ def _clients(result: Result) -> str:
         faster = ' / '.join(f'{ratio:.2f}x' for ratio in row['faster'])
         rows.append([f'{row["model"]}: {row["phase"]}', row['unit'], *times, faster])
     return (
-        f'{_origin(result)[:-1]}, transformers {result["machine"]["transformers"]}. `faster` is the least, the '
-        'median and the largest of several processes.\n\n'
+        f'{_origin(result)[:-1]}, transformers {result["machine"]["transformers"]}. `faster` is the least, '
+        'median and largest ratio of several processes.\n\n'
         + table(['', 'unit', 'these operations', "transformers' own path", 'faster'], rows)
     )
 
@@ -223,11 +335,11 @@ def modules(results: list[Result]) -> str:
 
 
 def _modules(result: Result) -> str:
-    """What was refused is left out, a row where forward and backward both were."""
+    """Rows where both forward and backward were refused are left out."""
     made = ''
     if parts := result.get('earlier'):
         rates = ', '.join(f'{part["copy_gbs"]:.0f}' for part in parts)
-        made = f' It was made in {len(parts) + 1} parts; in those before the last the copy ran at {rates} GB/s.'
+        made = f' It was made in {len(parts) + 1} parts; in the earlier ones the copy ran at {rates} GB/s.'
     both = ['forward ms', 'GB/s', 'of a copy', 'with backward ms', 'GB/s', 'of a copy']
     rows = []
     for row in result['rows']:
@@ -237,8 +349,8 @@ def _modules(result: Result) -> str:
         cells = [*_bandwidth(row, 'forward'), *_bandwidth(row, 'both'), error]
         rows.append([f'`{row["module"]}`', ', '.join(map(str, row['shape'])), row['backend'], *cells])
     return (
-        f'{_on_one_card(result)} A copy of a gigabyte ran at {result["copy_gbs"]:.0f} GB/s; `of a copy` compares with the '
-        f'time of a copy that moves as much as the call must.{made}{_stopped_and_note(result)}\n\n'
+        f'{_on_one_card(result)} A copy of a gigabyte ran at {result["copy_gbs"]:.0f} GB/s; `of a copy` compares with '
+        f'the time of a copy of as many bytes as the call must move.{made}{_stopped_and_note(result)}\n\n'
         + table(['', 'size', 'backend', *both, 'largest error'], rows)
     )
 
@@ -249,7 +361,7 @@ def attention(results: list[Result]) -> str:
 
 
 def _attention(result: Result) -> str:
-    """A row where forward and backward both were refused is left out; what is chosen is said."""
+    """Rows where both forward and backward were refused are left out; the chosen backend is marked."""
     rows = []
     for row in result['rows']:
         if {'forward_ms', 'both_ms'} & row.keys():
@@ -258,14 +370,15 @@ def _attention(result: Result) -> str:
             new = [f'{row["new_keys_wall_ms"]:.3f}'] if 'new_keys_wall_ms' in row else []
             rows.append([row['case'], ', '.join(map(str, row['shape'])), backend, *_times(row), *ratios, *new])
     head = ['', 'B, T, S, HQ, H, K, V', 'backend', 'forward ms', 'with backward ms', 'peak MiB', 'largest error']
-    last, meant = ['forward', 'with backward'], 'the last columns are times over its'
+    last, meant = ['forward', 'with backward'], 'the last columns are ratios to its time'
     if any('new_keys_wall_ms' in row for row in result['rows']):
         last += ['new S: wall ms']
-        meant = 'the two columns after the error are times over its, the last is a step with a number of keys that is new'
+        meant = 'the two columns after the error are ratios to its time, the last is a step with a new number of keys'
         rows = [row + [''] * (len(head) + len(last) - len(row)) for row in rows]
     return (
-        f"{_on_one_card(result)} `torch` is PyTorch's attention called directly, {meant}; "
-        f'`chosen` stands beside what `parallel_attn` takes.{_stopped_and_note(result)}\n\n' + table([*head, *last], rows)
+        f"{_on_one_card(result)} `torch` is PyTorch's attention called directly, {meant}. "
+        f'`chosen` marks the backend that `parallel_attn` picks.{_stopped_and_note(result)}\n\n'
+        + table([*head, *last], rows)
     )
 
 
@@ -275,7 +388,7 @@ def qwen3_next(results: list[Result]) -> str:
 
 
 def _qwen3_next(result: Result) -> str:
-    """A row that was refused says so; one of a process that ended has no phase."""
+    """Refused rows are marked; a row of a process that ended has no phase."""
     rows = []
     for row in result['rows']:
         backend = row['backend'] + (', modules too' if row.get('modules') else '')
@@ -329,8 +442,8 @@ def _vendors(result: Result) -> str:
         for row in result['times']
     ]
     parts = [
-        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, {versions}. Of each case the result '
-        'nearest to its bound, and what comes of a second call, of compiled code, and of a captured graph.'
+        f'`{result["command"]}` on one {result["card"]}, {result["cores"]} cores, {versions}. Each row is the '
+        'result of its case nearest to the bound; the last column compares a second call, compiled code and a graph.'
         f'{_stopped_and_note(result)}',
         table(['case and result', 'vendor', 'default', 'bound', ''], errors),
         table(['', 'B, T, H', 'norms', 'backend', 'forward ms', 'with backward ms', 'peak MiB'], times),
@@ -339,7 +452,7 @@ def _vendors(result: Result) -> str:
 
 
 def gpu_tests(results: list[Result]) -> str:
-    """What the tests came to on GPUs."""
+    """Outcomes of the tests on GPUs."""
     return '\n\n'.join(_gpu_tests(result) for result in results) or (
         'There is no result in `benchmarks/results/` yet: see `tests/gpu_report.py`.'
     )
@@ -365,7 +478,7 @@ def _times(row: Result) -> list[str]:
 
 
 def _unmeasured(row: Result, refused: str) -> str:
-    """Nothing, where a run was stopped before."""
+    """Empty where a run was stopped before this value."""
     return 'refused' if refused in row else ''
 
 
@@ -392,8 +505,9 @@ def _nothing(script: str) -> str:
     return f'There is no result in `benchmarks/results/` yet. To measure on your machine: `python {script}`.'
 
 
-# name of a part → (the benchmark it is made from, None for none; what makes it)
+# name of a part → (the benchmark that it shows, or None; the function that writes it)
 PARTS: dict[str, tuple[str | None, Callable[..., str]]] = {
+    'operations': (None, operations),
     'environment': (None, environment),
     'lint': (None, lint),
     'overhead': ('dispatch_overhead', overhead),
@@ -410,16 +524,16 @@ PARTS: dict[str, tuple[str | None, Callable[..., str]]] = {
 
 
 def updated(page: Path, results: Path = RESULTS) -> str:
-    """The text of a page with its generated parts made anew.
+    """The text of a page with its generated parts rewritten.
 
     Raises:
-        ValueError: for a part that nobody can make.
+        ValueError: for an unknown part.
     """
 
     def make(match: re.Match[str]) -> str:
         name = match['name']
         if name not in PARTS:
-            raise ValueError(f'{page.name}: nothing makes the part {name!r}; there are {", ".join(PARTS)}')
+            raise ValueError(f'{page.name}: unknown part {name!r}; known are {", ".join(PARTS)}')
         benchmark, maker = PARTS[name]
         text = maker() if benchmark is None else maker(_load(benchmark, results))
         return f'{match[1]}\n{text}\n\n{match[3]}'
@@ -433,7 +547,7 @@ def _load(benchmark: str, results: Path) -> list[Result]:
 
 
 def stale() -> list[Path]:
-    """The pages that differ from what would be written."""
+    """The pages whose generated parts are out of date."""
     pages = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
     return [page for page in pages if updated(page) != page.read_text(encoding='utf-8')]
 

@@ -1,7 +1,7 @@
 """Runs the examples of a Markdown file: every ```python block, in order, in one module.
 
-A block ```text output directly after it is what the example prints. A block that cannot run says why in its first line:
-```python notest: needs a GPU.
+A block ```text output directly after an example is compared with what the example prints. An example that needs an optional
+package names it: ```python needs transformers>=5.24. An example that cannot run gives the reason: ```python notest: REASON.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
 
 from fla.backends import default_dispatcher, thaw_dispatch
 
@@ -27,7 +29,7 @@ _FENCE = re.compile(r'^```(.*)$')
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: what stands after the backticks, its text, and the line of the file that the text begins on."""
+    """A fenced block: the words after the backticks, the text, and the lines on which the text begins and the block ends."""
 
     info: str
     text: str
@@ -54,7 +56,7 @@ def blocks(markdown: str) -> list[Block]:
 
 @contextlib.contextmanager
 def _fresh_process() -> Iterator[None]:
-    """Environment, dispatch and Dynamo as a reader finds them, and put back afterwards."""
+    """Environment, dispatch and Dynamo as in a new process; restored afterwards."""
     before, paths = dict(os.environ), list(sys.path)
     for name in [name for name in os.environ if name.startswith('FLA_')]:
         del os.environ[name]
@@ -72,8 +74,16 @@ def _fresh_process() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+def _is_installed(requirement: str) -> bool:
+    needed = Requirement(requirement)
+    try:
+        return needed.specifier.contains(metadata.version(needed.name), prereleases=True)
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def run(path: str) -> int:
-    """Run the examples of a file given relative to the root; returns how many there were."""
+    """Run the examples of a file, which is named relative to the root. Returns how many ran."""
     every = blocks((ROOT / path).read_text(encoding='utf-8'))
     module = types.ModuleType(re.sub(r'\W', '_', path))
     sys.modules[module.__name__] = module
@@ -83,8 +93,10 @@ def run(path: str) -> int:
             if block.info.split(' ')[0] != 'python':
                 continue
             if block.info != 'python':
-                assert re.fullmatch(r'python notest: \S.*', block.info), f'{path}:{block.line - 1}: no reason is given'
-                continue
+                known = re.fullmatch(r'python (?:notest: \S.*|needs (\S+))', block.info)
+                assert known, f'{path}:{block.line - 1}: {block.info!r} is neither `notest: REASON` nor `needs PACKAGE`'
+                if known[1] is None or not _is_installed(known[1]):
+                    continue
             printed = io.StringIO()
             # a relative name, so that what the examples print is the same on every machine
             code = compile('\n' * (block.line - 1) + block.text + '\n', path, 'exec')

@@ -18,7 +18,7 @@ NODE = re.compile(r'`(tests/[\w/]+\.py)::(\w+)`')
 
 @functools.cache
 def names_in(path):
-    """The test functions of a file. Read, not imported: some need packages or devices that are not here."""
+    """The test functions of a file, which is parsed and not imported: some need packages or devices that are missing."""
     tree = ast.parse((ROOT / path).read_text(encoding='utf-8'))
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith('test_')}
 

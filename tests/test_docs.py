@@ -1,23 +1,36 @@
-"""The examples in docs/ run; tables made from code and benchmark results are up to date; links lead somewhere."""
+"""The examples in docs/ run, generated parts are up to date, and links and named files exist."""
 
+import contextlib
 import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from fla.backends import describe
 from fla.backends.policy.environment import VARIABLES
 from tests import markdown
 
 PAGES = sorted(path.relative_to(markdown.ROOT).as_posix() for path in (markdown.ROOT / 'docs').rglob('*.md'))
+WITH_LINKS = ['README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'benchmarks/README.md', *PAGES]
+
+
+def script(path):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, markdown.ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope='module')
 def update_docs():
-    spec = importlib.util.spec_from_file_location('update_docs', markdown.ROOT / 'scripts/update_docs.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script('scripts/update_docs.py')
+
+
+@pytest.fixture(scope='module')
+def draw_figures():
+    return script('scripts/draw_figures.py')
 
 
 @pytest.mark.parametrize('page', PAGES)
@@ -30,13 +43,63 @@ def test_generated_parts_are_up_to_date(update_docs):
     assert not stale, f'run python scripts/update_docs.py: {stale}'
 
 
+def test_figure_is_up_to_date(draw_figures):
+    shown = draw_figures.fingerprint(draw_figures.numbers())
+    assert draw_figures.drawn() == shown, 'run python scripts/draw_figures.py'
+
+
+def test_figure_shows_the_numbers(draw_figures, tmp_path):
+    """Another run of a benchmark is another fingerprint, and the drawn figure carries it and the numbers as text."""
+    pytest.importorskip('matplotlib')
+    case = {'op': 'kda', 'shape': [1, 2, 3, 4]}
+    rows = [{**case, 'backend': 'default', 'both_ms': 1.25}, {**case, 'backend': 'flash-linear-attention', 'both_ms': 2.5}]
+    path = tmp_path / 'run.json'
+    for ms in (1.25, 0.75):
+        rows[0]['both_ms'] = ms
+        path.write_text(json.dumps({'benchmark': 'delta_rules', 'rows': [*rows, {**case, 'backend': 'reference'}]}))
+        (tmp_path / 'model.json').write_text(
+            json.dumps(
+                {
+                    'benchmark': 'qwen3_next',
+                    'rows': [
+                        {'phase': 'train', 'shape': [5, 6], 'backend': 'this package', 'modules': False, 'gpu_ms': 33.3},
+                        {'phase': 'train', 'shape': [5, 6], 'backend': 'this package', 'modules': True, 'gpu_ms': 22.2},
+                        {'phase': 'train', 'shape': [5, 6], 'backend': 'transformers', 'modules': False, 'refused': 'no'},
+                    ],
+                }
+            )
+        )
+        figure = tmp_path / 'figures/speed.svg'
+        before = draw_figures.drawn(figure) if figure.exists() else None
+        draw_figures.draw(figure, tmp_path)
+        assert draw_figures.drawn(figure) == draw_figures.fingerprint(draw_figures.numbers(tmp_path)) != before
+        text = figure.read_text(encoding='utf-8')
+        assert all(f'>{shown}<' in text for shown in (f'{ms:.3g}', '2.5', '33.3', 'KDA (1, 2, 3, 4)'))
+        assert '22.2' not in text
+
+
+def test_operations_table_follows_the_results(update_docs, tmp_path):
+    """Every dispatched function has a row with its backends; times are those of the results."""
+    text = update_docs.operations(tmp_path)
+    rows = {line.split('|')[1].strip(' `'): line for line in text.splitlines()[2:]}
+    dispatched = re.findall(r'^(?:gated_delta_rule|kda|attn|modules)\.(\w+) ', describe(), re.MULTILINE)
+    assert sorted(rows) == sorted(dispatched)
+    assert rows['swiglu'] == '| `swiglu` | `reference` | `default` | `default` | `liger` (`FLA_LIGER=1`) |  |  |  |'
+    assert '`flash_kda` (if installed), `tilelang` (`FLA_TILELANG=1`)' in rows['chunk_kda']
+    row = {'module': 'swiglu', 'size': 'large', 'shape': [4, 8]}
+    times = {'default': 0.5, 'torch': 2.0, 'torch.compile': 0.75, 'liger': 0.25}
+    result = {'benchmark': 'modules', 'rows': [{**row, 'backend': name, 'both_ms': ms} for name, ms in times.items()]}
+    (tmp_path / 'modules.json').write_text(json.dumps(result), encoding='utf-8')
+    assert '| 4, 8 | 0.5 | torch.compile 0.75 |' in update_docs.operations(tmp_path)
+
+
 def test_every_variable_is_in_the_table():
     text = (markdown.ROOT / 'docs/environment.md').read_text(encoding='utf-8')
     assert [name for name in VARIABLES if f'| `FLA_{name}` |' not in text] == []
 
 
 def test_generated_parts_follow_their_sources(update_docs, tmp_path):
-    """A part is written anew, the text around it stays, and no result yet is said in words."""
+    """A part is rewritten, the text around it stays, and a missing result is stated in words."""
     page = tmp_path / 'page.md'
     page.write_text('before\n<!-- generated: overhead -->\nold\n<!-- end -->\nafter\n', encoding='utf-8')
     text = update_docs.updated(page, results=tmp_path)
@@ -61,7 +124,7 @@ def test_generated_parts_follow_their_sources(update_docs, tmp_path):
 
 
 def test_times_of_modules(update_docs, tmp_path):
-    """Bandwidth beside a copy's; what was refused is said, or left out where nothing else is to say."""
+    """Bandwidth beside a copy's; refused calls are marked, and rows without any time left out."""
     page = tmp_path / 'page.md'
     page.write_text('<!-- generated: modules -->\n<!-- end -->\n', encoding='utf-8')
     assert 'python benchmarks/modules.py' in update_docs.updated(page, results=tmp_path)
@@ -88,16 +151,16 @@ def test_times_of_modules(update_docs, tmp_path):
     assert '| `swiglu` | 4, 8 | flashinfer | 0.500 | 2800 | 92% | refused |  |  | 2.5e-03 |' in text
     assert '| `swiglu` | 4, 8 | torch | 0.500 | 2800 | 92% |  |  |  | 2.5e-03 |' in text
     assert 'liger' not in text
-    assert 'stopped before its end' in text
+    assert 'incomplete' in text
     assert 'parts' not in text
     result['earlier'] = [{'copy_gbs': 2900.4, 'rows': 1}, {'copy_gbs': 2800.0, 'rows': 1}]
     (tmp_path / 'modules.json').write_text(json.dumps(result), encoding='utf-8')
     text = update_docs.updated(page, results=tmp_path)
-    assert 'in 3 parts; in those before the last the copy ran at 2900, 2800 GB/s. The run was stopped before' in text
+    assert 'in 3 parts; in the earlier ones the copy ran at 2900, 2800 GB/s. The run is incomplete' in text
 
 
 def test_times_of_attention(update_docs, tmp_path):
-    """Beside who serves stands that it was chosen, in words: the table would escape marks."""
+    """The chosen backend is marked in words, because the table would escape marks."""
     page = tmp_path / 'page.md'
     page.write_text('<!-- generated: attention -->\n<!-- end -->\n', encoding='utf-8')
     row = {'case': 'packed', 'shape': [1, 8, 8, 2, 2, 4, 4]}
@@ -123,7 +186,7 @@ def test_times_of_attention(update_docs, tmp_path):
 
 
 def test_times_of_qwen3_next(update_docs, tmp_path):
-    """Who serves, eager and in a graph; what was refused is said, also by a process that ended."""
+    """Times by package, eager and in a graph; refused rows are marked, also of a process that ended."""
     page = tmp_path / 'page.md'
     page.write_text('<!-- generated: qwen3-next -->\n<!-- end -->\n', encoding='utf-8')
     assert 'python benchmarks/qwen3_next.py' in update_docs.updated(page, results=tmp_path)
@@ -159,12 +222,64 @@ def test_unknown_part_is_an_error(update_docs, tmp_path):
         update_docs.updated(page, results=tmp_path)
 
 
-@pytest.mark.parametrize('page', ['README.md', *PAGES])
+def anchors(path):
+    """The anchors that GitHub makes of the headings of a page."""
+    text = re.sub(r'^```.*?^```', '', path.read_text(encoding='utf-8'), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r'^#+ (.*)$', text, re.MULTILINE)
+    return {re.sub(r'[^\w\- ]', '', title.lower()).replace(' ', '-') for title in titles}
+
+
+@pytest.mark.parametrize('page', WITH_LINKS)
 def test_links(page):
     path = markdown.ROOT / page
-    for target in re.findall(r'\]\(([^)#\s]+)(?:#[^)]*)?\)', path.read_text(encoding='utf-8')):
+    for target, anchor in re.findall(r'\]\(([^)#\s]*)(?:#([^)]*))?\)', path.read_text(encoding='utf-8')):
         if '://' not in target:
-            assert (path.parent / target).exists(), f'{page} links to {target}'
+            file = (path.parent / target).resolve() if target else path
+            assert file.exists(), f'{page} links to {target}'
+            assert not anchor or anchor in anchors(file), f'{page} links to {target}#{anchor}'
+
+
+def resolves(dotted):
+    """Whether a dotted name is a module or an attribute of one."""
+    module, *names = dotted.split('.')
+    found = importlib.import_module(module)
+    for name in names:
+        module = f'{module}.{name}'
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+        if not hasattr(found, name):
+            return False
+        found = getattr(found, name)
+    return True
+
+
+@pytest.mark.parametrize('page', [page for page in WITH_LINKS if page != 'CHANGELOG.md'])
+def test_dotted_names_exist(page):
+    text = re.sub(r'^```.*?^```', '', (markdown.ROOT / page).read_text(encoding='utf-8'), flags=re.DOTALL | re.MULTILINE)
+    code = ' '.join(re.findall(r'`([^`\n]+)`', text))
+    names = set(re.findall(r'(?<![\w./-])fla(?:\.\w+)+(?![\w<]|\.<)', code))
+    assert [name for name in sorted(names) if not resolves(name)] == []
+
+
+def test_paths_in_contributing_exist():
+    text = (markdown.ROOT / 'CONTRIBUTING.md').read_text(encoding='utf-8')
+    paths = set(re.findall(r'(?<![\w/.])((?:fla|tests|scripts|benchmarks|docs|\.ci)/[\w./-]*\w/?)(?![\w<])', text))
+    assert len(paths) > 40
+    assert [path for path in sorted(paths) if not (markdown.ROOT / path).exists()] == []
+
+
+def test_names_in_contributing_are_in_their_files():
+    """A name that stands before the file that holds it: `name` in `path.py`."""
+    text = ' '.join((markdown.ROOT / 'CONTRIBUTING.md').read_text(encoding='utf-8').split())
+    found = re.findall(r'`(\w+)` in `([\w/]+\.py)`', text)
+    assert len(found) >= 3
+    for name, path in found:
+        assert re.search(rf'\b{name}\b', (markdown.ROOT / path).read_text(encoding='utf-8')), f'{path} has no {name}'
+
+
+def test_readme_links_to_every_page():
+    text = (markdown.ROOT / 'README.md').read_text(encoding='utf-8')
+    assert [page for page in PAGES if f']({page})' not in text] == []
 
 
 RESULTS = sorted((markdown.ROOT / 'benchmarks' / 'results').glob('*.json'))
