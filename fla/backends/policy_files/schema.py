@@ -1,8 +1,7 @@
-"""What may stand in a policy file. The texts are those of the fields of `Policy`, which a file becomes."""
+"""The keys and values of a policy file, which become the fields of `Policy`; and pydantic's errors in plain words."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -58,15 +57,13 @@ class PolicyModel(_Strict):
     check_values: bool | None = None
 
 
-def _keys(place: tuple[Any, ...]) -> Iterable[str]:
-    if place[:1] == ('rules',):
-        return RuleModel.model_fields
-    return BreakerModel.model_fields if place[:1] == ('breaker',) else PolicyModel.model_fields
+# pydantic's own texts would name the classes above
+_KINDS = {'model_type': 'mapping of keys', 'dict_type': 'mapping', 'list_type': 'list'}
 
 
 def message(error: Any) -> str:
-    """One of pydantic's errors in our words: which key, what came, what is allowed."""
-    place, came = error['loc'], error['input']
+    """Returns one of pydantic's errors as text: the key, the value, what is allowed."""
+    place, value = error['loc'], error['input']
     name = '.'.join(str(part) for part in place if part != '[key]')
     if error['type'] == 'extra_forbidden':
         known = _keys(place[:-1])
@@ -75,23 +72,16 @@ def message(error: Any) -> str:
     if error['type'] == 'missing':
         return f'{name} is missing'
     if error['type'] in _KINDS:
-        return f'{name} is no {_KINDS[error["type"]]}, got {came!r:.80}'
+        return f'{name} must be a {_KINDS[error["type"]]}, got {value!r:.80}'
     if error['type'] == 'too_short':
-        return f'{name} names nothing; leave it out'
-    close = nearest(came, ('raise', 'fallback')) if error['type'] == 'literal_error' and isinstance(came, str) else ''
+        return f'{name} is empty; leave it out'
     text = error['msg'][:1].lower() + error['msg'][1:]
-    return f'{name}: {text}, got {came!r:.80}.{close}{_misread(came, error["type"])}'
+    close = nearest(value, ('raise', 'fallback')) if error['type'] == 'literal_error' and isinstance(value, str) else ''
+    boolean = ' YAML 1.2 has true and false only' if error['type'] == 'bool_type' and isinstance(value, str) else ''
+    return f'{name}: {text}, got {value!r:.80}.{close}{boolean}'
 
 
-# pydantic would name its own classes
-_KINDS = {'model_type': 'mapping of keys', 'dict_type': 'mapping', 'list_type': 'list, and no word'}
-_EXPONENT = re.compile(r'[-+]?\d+(\.\d*)?[eE]\d+|[-+]?\d+[eE][-+]\d+')
-
-
-def _misread(came: Any, kind: str) -> str:
-    """What YAML makes of some values, to the surprise of many."""
-    if isinstance(came, bool) and kind in ('literal_error', 'string_type'):
-        return ' YAML reads bare on, off, yes and no as true and false: write quotes'
-    if isinstance(came, str) and _EXPONENT.fullmatch(came):
-        return ' YAML reads a number with an exponent if it has a point and a sign: 1.0e+3'
-    return ''
+def _keys(place: tuple[Any, ...]) -> Iterable[str]:
+    if place[:1] == ('rules',):
+        return RuleModel.model_fields
+    return BreakerModel.model_fields if place[:1] == ('breaker',) else PolicyModel.model_fields

@@ -177,7 +177,7 @@ def test_manifest(toy, tmp_path, capsys):
 
 
 def test_policy_files_are_checked(toy, tmp_path, capsys, monkeypatch):
-    pytest.importorskip('yaml')
+    pytest.importorskip('ruamel.yaml')
     pytest.importorskip('pydantic')
     good, bad = tmp_path / 'good.yaml', tmp_path / 'bad.yaml'
     good.write_text('prefer: mine')

@@ -47,7 +47,7 @@ def test_decisions_that_change(tmp_path):
 
 
 def test_files_take_the_place_of_the_one_in_force(tmp_path):
-    pytest.importorskip('yaml')
+    pytest.importorskip('ruamel.yaml')
     pytest.importorskip('pydantic')
     _, calls = recorded(tmp_path)
     one, other = tmp_path / 'one.yaml', tmp_path / 'other.yaml'

@@ -30,7 +30,7 @@ from fla.ops.kda import chunk_kda
 from tests.backends.fallback.test_failure import Broken
 from tests.backends.policy_files.test_watch import Events
 
-pytest.importorskip('yaml')
+pytest.importorskip('ruamel.yaml')
 pytest.importorskip('pydantic')
 
 SHORT, LONG = (torch.rand(1, T, 2, 16, generator=torch.Generator().manual_seed(T)) for T in (8, 64))

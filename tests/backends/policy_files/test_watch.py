@@ -169,7 +169,7 @@ def test_of_several_writes_the_last_one_counts(layer, file, start):
 
 
 def test_a_file_that_never_rests_is_read_all_the_same(layer, file, start, monkeypatch):
-    monkeypatch.setattr(file_changes, '_MOST_DEBOUNCES', 3)
+    monkeypatch.setattr(watch, '_MAX_DEBOUNCES', 3)
     reloads = Events()
     start(on_reload=reloads, debounce=0.2)
     end = time.monotonic() + WAIT

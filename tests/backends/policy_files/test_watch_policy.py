@@ -6,7 +6,7 @@ import threading
 import pytest
 
 pytest.importorskip('watchfiles')
-pytest.importorskip('yaml')
+pytest.importorskip('ruamel.yaml')
 pytest.importorskip('pydantic')
 
 from fla.backends import default_dispatcher, explain, freeze_dispatch, refresh, thaw_dispatch
