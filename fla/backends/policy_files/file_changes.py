@@ -6,7 +6,6 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 from fla.backends.policy_files.versions import read_regular
 
@@ -30,6 +29,8 @@ def reported(path: str, stopping: threading.Event) -> Iterator[None]:
     Raises:
         OSError: if the operating system has no watches left.
     """
+    import watchfiles
+
     while not stopping.is_set():
         directories = _directories(path)
         if not directories:
@@ -37,7 +38,7 @@ def reported(path: str, stopping: threading.Event) -> Iterator[None]:
             yield
             continue
         try:
-            for _ in import_watchfiles().watch(
+            for _ in watchfiles.watch(
                 *directories,
                 watch_filter=None,
                 debounce=2 * _STEP_MILLISECONDS,
@@ -67,17 +68,6 @@ def _directories(path: str) -> dict[str, tuple[int, int]]:
             continue
         found[directory] = status.st_dev, status.st_ino
     return found
-
-
-def import_watchfiles() -> Any:
-    """Returns the module, which is imported when a file is watched first."""
-    try:
-        import watchfiles
-    except ImportError as error:
-        raise ImportError(
-            "watch_policy() needs watchfiles, of the extra 'policy': pip install watchfiles; or poll=True"
-        ) from error
-    return watchfiles
 
 
 def state_of(path: str) -> str:

@@ -13,6 +13,7 @@ from fla.backends.core.errors import DispatchError
 from fla.backends.policy.conditions import ConditionError
 from fla.backends.policy.policy import Policy, Rule, normalise
 from fla.backends.policy_files import names, yaml_lines
+from fla.backends.policy_files.extra import require_extra
 from fla.backends.policy_files.versions import PolicyVersion, checked_path, read_regular
 from fla.backends.policy_files.yaml_lines import UNREAD, Errors, Reading
 
@@ -89,7 +90,7 @@ def read(path: str | os.PathLike[str]) -> Draft:
         OSError: if the file cannot be read.
         ImportError: without pydantic and ruamel.yaml.
     """
-    yaml_lines.check_installed()
+    require_extra('a policy file', 'pydantic', 'ruamel.yaml')
     source = checked_path(path)
     content = read_regular(source)
     errors: Errors = set()
@@ -105,7 +106,8 @@ def _policy(source: str, reading: Reading, errors: Errors) -> Policy | None:
     """Returns the policy of a reading, or None after adding its mistakes to `errors`."""
     from pydantic import ValidationError
 
-    from fla.backends.policy_files.schema import PolicyModel, message
+    from fla.backends.policy_files.schema import MODELS, PolicyModel
+    from fla.backends.policy_files.validation import message
 
     before = len(errors)
     fields: dict[str, Any] = {}
@@ -114,7 +116,7 @@ def _policy(source: str, reading: Reading, errors: Errors) -> Policy | None:
         fields = {k: v for k, v in model.model_dump(exclude={'rules'}).items() if v is not None}
     except ValidationError as error:
         found = [one for one in error.errors() if one['loc'] and one['input'] is not UNREAD]
-        errors |= {(reading.line(one['loc']), message(one)) for one in found}
+        errors |= {(reading.line(one['loc']), message(one, MODELS)) for one in found}
     rules = _rules(source, reading, errors)
     errors |= _boosted_twice(reading) | _ordered_and_locked(reading) | _empty(reading)
     if len(errors) > before:

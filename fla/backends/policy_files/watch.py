@@ -26,7 +26,8 @@ from fla.backends.core import logs
 from fla.backends.core.errors import DispatchError, FrozenError, error_text
 from fla.backends.core.locking import lock
 from fla.backends.policy.policy import Policy
-from fla.backends.policy_files.file_changes import import_watchfiles, is_content, polled, reported, state_of
+from fla.backends.policy_files.extra import require_extra
+from fla.backends.policy_files.file_changes import is_content, polled, reported, state_of
 from fla.backends.policy_files.versions import checked_path
 from fla.backends.registry.discovery import in_forked_children
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
@@ -143,7 +144,7 @@ class PolicyWatcher:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=f'fla policy watcher {self.path}', daemon=True)
         if self._poll is None:
-            import_watchfiles()
+            require_extra('watch_policy() without poll=True', 'watchfiles')
         with lock:
             known = _watchers.get(dispatcher)
             if known is not None and known.running:

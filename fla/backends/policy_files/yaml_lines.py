@@ -34,7 +34,6 @@ def read(content: bytes, errors: Errors) -> list[Reading]:
         No reading of a text that is not YAML. Two readings of a text that has a key twice, with the first and with the last
             value of each such key, so that the errors of both can be found.
     """
-    check_installed()
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
@@ -59,17 +58,6 @@ def read(content: bytes, errors: Errors) -> list[Reading]:
     except ValueError as error:
         errors.add((1, str(error)))
     return []
-
-
-def check_installed() -> None:
-    """Raises ImportError, with the command that installs them, unless pydantic and ruamel.yaml are installed."""
-    try:
-        import pydantic  # noqa: F401
-        import ruamel.yaml  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"a policy file needs pydantic and ruamel.yaml, the extra 'policy': pip install pydantic ruamel.yaml ({error})"
-        ) from error
 
 
 class _Converter:

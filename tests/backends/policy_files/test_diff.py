@@ -190,6 +190,7 @@ def test_a_trace_knows_its_namespace():
         diff_policy(None, Policy(strict=True), list(calls))
 
 
+CALL = {'function': 'x.f', 'backend': 'a'}
 TENSOR = {'dtype': 'float32', 'shape': [2, 3], 'device': 'cpu'}
 
 
@@ -200,23 +201,35 @@ TENSOR = {'dtype': 'float32', 'shape': [2, 3], 'device': 'cpu'}
         ('{}', 'this has nothing'),
         (b'{"a": 1}', "this has 'a'"),
         ('{"records": 3}', 'calls is a trace'),
-        ('{bad', 'calls is no JSON'),
-        ('[' * 100_000, 'calls is no JSON'),
+        ('{bad', 'calls is not JSON'),
+        ('[' * 100_000, 'calls is not JSON'),
         ([3], r'calls\[0\] is 3'),
-        ([{}], r'calls\[0\].function is None; it has to be a name'),
-        ([{'function': 'x.f'}], 'backend is None'),
-        ([{'tensors': 3}], 'tensors is 3'),
-        ([{'tensors': {'q': {**TENSOR, 'dtype': 'float99'}}}], "tensors.q.dtype is 'float99'; .* name of a dtype"),
-        ([{'tensors': {'q': {**TENSOR, 'shape': [-1]}}}], r'tensors.q.shape is \[-1\]'),
-        ([{'tensors': {'q': {**TENSOR, 'shape': [True]}}}], r'tensors.q.shape is \[True\]'),
-        ([{'tensors': {'q': {**TENSOR, 'device': 'nowhere'}}}], 'tensors.q.device'),
-        ([{'tensors': {'q': {'dtype': 'float32'}}}], 'a mapping of dtype, shape and device'),
-        ([{'tensors': {'q': TENSOR}, 'strides': {'q': [1]}}], 'strides.q'),
-        ([{'tensors': {'q': {**TENSOR, 'dtype': 'int32'}}, 'requires_grad': ['q']}], 'requires_grad'),
-        ([{'function': 'x.f', 'backend': 'a', 'flags': {'n': [1]}}], r'flags.n is \[1\]'),
-        ([{'function': 'x.f', 'backend': 'a', 'compiled': 1}], 'compiled is 1'),
-        ([{'function': 'x.f', 'backend': 'a', 'lost': 'q'}], "lost is 'q'"),
-        ([{'function': 'x.f', 'backend': 'a', 'flag': {}}], "unknown key 'flag'"),
+        ([{}], r'calls\[0\]\.function is missing'),
+        ([{'function': 'x.f', 'backend': ''}], 'backend: string should have at least 1 character'),
+        ([{'tensors': 3}], 'tensors must be a mapping, got 3'),
+        (
+            [{'tensors': {'q': {**TENSOR, 'dtype': 'float99'}}}],
+            "tensors.q.dtype: must be the name of a dtype .* got 'float99'",
+        ),
+        (
+            [{'tensors': {'q': {**TENSOR, 'shape': [-1]}}}],
+            r'tensors\.q\.shape\.0: input should be greater than or equal to 0, got -1',
+        ),
+        (
+            [{'tensors': {'q': {**TENSOR, 'shape': [True]}}}],
+            r'tensors\.q\.shape\.0: input should be a valid integer, got True',
+        ),
+        ([{'tensors': {'q': {**TENSOR, 'device': 'nowhere'}}}], "tensors.q.device: must be a device .* got 'nowhere'"),
+        ([{'tensors': {'q': {'dtype': 'float32'}}}], 'tensors.q.shape is missing; .*tensors.q.device is missing'),
+        ([{'tensors': {'q': TENSOR}, 'strides': {'q': [1]}, **CALL}], 'strides.q must have one number for each dimension'),
+        (
+            [{'tensors': {'q': {**TENSOR, 'dtype': 'int32'}}, 'requires_grad': ['q'], **CALL}],
+            'requires_grad must name floating',
+        ),
+        ([{'flags': {'n': [1]}, **CALL}], r'flags\.n: must be a number, true, false, .* got \[1\]'),
+        ([{'compiled': 1, **CALL}], 'compiled: input should be a valid boolean, got 1'),
+        ([{'lost': 'q', **CALL}], "lost: input should be a valid tuple, got 'q'"),
+        ([{'flag': {}, **CALL}], "unknown key 'flag'. Did you mean 'flags'"),
     ],
 )
 def test_calls_that_are_none(calls, words):
