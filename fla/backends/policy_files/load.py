@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fla.backends.core.errors import DispatchError
-from fla.backends.policy.conditions import ConditionError
 from fla.backends.policy.policy import Policy, Rule, normalise
 from fla.backends.policy_files import names, yaml_lines
 from fla.backends.policy_files.extra import require_extra
@@ -109,50 +108,26 @@ def _policy(source: str, reading: Reading, errors: Errors) -> Policy | None:
     from fla.backends.policy_files.schema import MODELS, PolicyModel
     from fla.backends.policy_files.validation import message
 
-    before = len(errors)
-    fields: dict[str, Any] = {}
+    found = _ordered_and_locked(reading) | _boosted_twice(reading)
     try:
-        model = PolicyModel.model_validate(reading.data)
-        fields = {k: v for k, v in model.model_dump(exclude={'rules'}).items() if v is not None}
+        fields = PolicyModel.model_validate(reading.data).model_dump(exclude_unset=True)
     except ValidationError as error:
-        found = [one for one in error.errors() if one['loc'] and one['input'] is not UNREAD]
-        errors |= {(reading.line(one['loc']), message(one, MODELS)) for one in found}
-    rules = _rules(source, reading, errors)
-    errors |= _boosted_twice(reading) | _ordered_and_locked(reading) | _empty(reading)
-    if len(errors) > before:
+        for one in error.errors():
+            if not one['loc']:  # a truncated file must not read as a policy that allows everything
+                empty = reading.data is None
+                found.add(
+                    (1, f'the file is {"empty" if empty else "not a mapping of keys"}; {{}} is the policy without settings')
+                )
+            elif one['input'] is not UNREAD:
+                found.add((reading.line(one['loc']), message(one, MODELS)))
+    errors |= found
+    if errors:
         return None
+    rules = tuple(
+        Rule(**rule, place=f'{source}:{reading.line(("rules", n))}') for n, rule in enumerate(fields.pop('rules', ()))
+    )
     places = {'.'.join(map(str, place)): line for place, line in reading.lines.items() if 0 < len(place) <= 2}
     return Policy(**fields, rules=rules, places=tuple((key, f'{source}:{line}') for key, line in places.items()))
-
-
-def _empty(reading: Reading) -> Errors:
-    """A truncated file, or a key whose values are commented out, must not read as a policy that allows everything."""
-    if reading.data is None:
-        return {(1, 'the file is empty; a policy without settings is written {}')}
-    if not isinstance(reading.data, dict) and reading.data is not UNREAD:
-        return {(1, 'the file must be a mapping of keys')}
-    return {
-        (reading.line((key,)), f'{key} has no value; leave it out')
-        for key, value in names.entries(reading.data)
-        if value is None
-    }
-
-
-def _rules(source: str, reading: Reading, errors: Errors) -> tuple[Rule, ...]:
-    """Returns the well-formed rules; adds the errors of conditions to `errors`. The schema reports all others."""
-    found = []
-    for number, rule in names.rules_of(reading.data):
-        place = f'{source}:{reading.line(("rules", number))}'
-        try:
-            names.condition_of(rule)
-        except ConditionError as error:
-            errors.add((reading.line(('rules', number, 'when')), f'rules.{number}.when: {error}'))
-            continue
-        try:
-            found.append(Rule(rule.get('ops', ()), rule.get('use', ()), rule.get('when'), rule.get('priority', 0), place))
-        except (TypeError, ConditionError):
-            continue
-    return tuple(found)
 
 
 def _ordered_and_locked(reading: Reading) -> Errors:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fla.backends.core import logs
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Problems = Iterator[tuple[Place, str]]
 Words = Sequence[tuple[Place, str]]
+# The operations that a name or glob covers (None: all), and what is wrong with it ('': nothing).
+Match = tuple[tuple[str, ...] | None, str]
 
 
 def problems(catalogue: Catalogue, data: Any) -> Problems:
@@ -33,30 +35,43 @@ def problems(catalogue: Catalogue, data: Any) -> Problems:
         yield from lookup.unknown_backends(words(field(data, name), (name,)), None)
     for name in ('order', 'lock'):
         for key, tokens in entries(field(data, name)):
-            wrong = lookup.operation(key.strip())
-            yield from (((name, key), text) for text in wrong)
-            yield from lookup.unknown_backends(words(tokens, (name, key)), None if wrong else (key.strip(),))
+            operations, wrong = lookup.named(key.strip())
+            if wrong:
+                yield (name, key), wrong
+            yield from lookup.unknown_backends(words(tokens, (name, key)), operations)
     for glob, amounts in entries(field(data, 'boost')):
-        wrong = lookup.glob(glob.strip())
-        yield from ((('boost', glob), text) for text in wrong)
+        operations, wrong = lookup.matching(glob.strip())
+        if wrong:
+            yield ('boost', glob), wrong
         tokens = [(('boost', glob, token), token) for token, _ in entries(amounts)]
-        yield from lookup.unknown_backends(tokens, None if wrong else lookup.operations((glob.strip(),)))
-    for number, rule in rules_of(data):
-        yield from _rule_problems(lookup, ('rules', number), rule)
+        yield from lookup.unknown_backends(tokens, operations)
+    rules = field(data, 'rules')
+    for number, rule in enumerate(rules if isinstance(rules, list) else ()):
+        if isinstance(rule, Mapping):
+            yield from _rule_problems(lookup, ('rules', number), rule)
 
 
 def _rule_problems(lookup: _Lookup, place: Place, rule: Mapping[str, Any]) -> Problems:
-    globs = [(at, glob.strip()) for at, glob in words(rule.get('ops'), (*place, 'ops'))]
-    known = tuple(glob for _, glob in globs if not lookup.glob(glob))
-    yield from ((at, text) for at, glob in globs for text in lookup.glob(glob))
-    operations = lookup.operations(known) if known and len(known) == len(globs) else None
-    yield from lookup.unknown_backends(words(rule.get('use'), (*place, 'use')), operations)
+    known: list[str] = []
+    covered: list[str] = []
+    is_for_all = False
+    for at, glob in words(rule.get('ops'), (*place, 'ops')):
+        operations, wrong = lookup.matching(glob.strip())
+        if wrong:
+            yield at, wrong
+        else:
+            known.append(glob.strip())
+        covered += operations or ()
+        is_for_all = is_for_all or operations is None
+    used = words(rule.get('use'), (*place, 'use'))
+    yield from lookup.unknown_backends(used, None if is_for_all else tuple(dict.fromkeys(covered)) or None)
+    when = rule.get('when')
     try:
-        condition = condition_of(rule)
+        condition = Condition(when) if isinstance(when, str) and when.strip() else None
     except ConditionError:
         return
     if condition is not None:
-        yield from (((*place, 'when'), text) for text in lookup.parameters(condition, known))
+        yield from (((*place, 'when'), text) for text in lookup.wrong_parameters(condition, known))
 
 
 # -- well-formed parts of the data ------------------------------------------------------------------------------------------
@@ -72,24 +87,6 @@ def entries(value: Any) -> Iterable[tuple[str, Any]]:
     return [(key, it) for key, it in value.items() if key.strip()] if isinstance(value, Mapping) else []
 
 
-def rules_of(data: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yields the rules that are mappings, with their indices."""
-    listed = field(data, 'rules')
-    for number, rule in enumerate(listed if isinstance(listed, list) else ()):
-        if isinstance(rule, Mapping):
-            yield number, rule
-
-
-def condition_of(rule: Mapping[str, Any]) -> Condition | None:
-    """Returns the condition of a rule; None if it has none, or one that is not text.
-
-    Raises:
-        ConditionError: if the grammar does not allow it.
-    """
-    when = rule.get('when')
-    return Condition(when) if isinstance(when, str) and when.strip() else None
-
-
 def words(value: Any, place: Place) -> Words:
     """Returns the words of a list, or a single word, with their places."""
     listed = [(place, value)] if isinstance(value, str) else []
@@ -101,101 +98,67 @@ def words(value: Any, place: Place) -> Words:
 # -- lookups ----------------------------------------------------------------------------------------------------------------
 
 
-def _literal(glob: str) -> str | None:
-    return None if set(glob) & set('*?[') else glob
-
-
-def _cached(method: Callable[..., Any]) -> Any:
-    """Caches answers on the instance: a file repeats names, and an answer may need the disk."""
-
-    @functools.wraps(method)
-    def answer(self: _Lookup, *arguments: Any) -> Any:
-        key = (method.__name__, *arguments)
-        if key not in self.answers:
-            self.answers[key] = method(self, *arguments)
-        return self.answers[key]
-
-    return answer
-
-
 class _Lookup:
     """Looks names up in a namespace, for one policy."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
-        self.answers: dict[tuple[Any, ...], Any] = {}
+        # a policy repeats names, and an answer may need the disk
+        self.named = functools.cache(self._named)
+        self.matching = functools.cache(self._matching)
+        self.functions = functools.cache(self._functions)
+        self.unknown_backend = functools.cache(self._unknown_backend)
 
-    @_cached
-    def operation(self, name: str) -> list[str]:
-        """Returns the errors of the name of an operation or function; none if it exists."""
+    def _named(self, name: str) -> Match:
+        """Looks up the name of an operation or function."""
         try:
             self.catalogue.check_operation(name)
         except DispatchError as error:
-            return [str(error)]
+            return None, str(error)
         except Exception as error:
-            return [f'{name!r} cannot be imported: {error_text(error)}']
-        return []
+            return None, f'{name!r} cannot be imported: {error_text(error)}'
+        return (self.catalogue.operation_of(name),), ''
 
-    @_cached
-    def glob(self, glob: str) -> list[str]:
-        """Returns the errors of a glob; none if it matches something."""
-        if _literal(glob) is not None:
-            return list(self.operation(glob))
-        known = self.known()
-        if any(fnmatch.fnmatchcase(operation, glob) for operation in known) or self.functions(glob):
-            return []
+    def _matching(self, glob: str) -> Match:
+        """Looks up a glob over operations and functions."""
+        if not set(glob) & set('*?['):
+            return self.named(glob)
+        known = self.catalogue.discovery.operations()
+        covered = self._covered(glob)
+        if any(fnmatch.fnmatchcase(operation, glob) for operation in covered) or self.functions(glob):
+            return None if glob == '*' else tuple(covered), ''
         close = nearest(glob.partition('.')[0].strip('*'), known)
-        return [f'{glob!r} matches no operation and no function.{close} Known operations: {", ".join(known)}']
+        return None, f'{glob!r} matches no operation and no function.{close} Known operations: {", ".join(known)}'
 
-    @_cached
-    def known(self) -> list[str]:
-        """Returns every operation."""
-        return self.catalogue.discovery.operations()
-
-    @_cached
-    def covered(self, glob: str) -> list[str]:
+    def _covered(self, glob: str) -> list[str]:
         """Returns the operations whose functions a glob may match."""
         head = glob.rpartition('.')[0]
-        return [o for o in self.known() if fnmatch.fnmatchcase(o, glob) or fnmatch.fnmatchcase(o, head)]
+        known = self.catalogue.discovery.operations()
+        return [name for name in known if fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(name, head)]
 
-    @_cached
-    def operations(self, globs: tuple[str, ...]) -> tuple[str, ...] | None:
-        """Returns the operations that globs match; None for all."""
-        found: list[str] = []
-        for glob in globs:
-            if glob == '*':
-                return None
-            name = _literal(glob)
-            found += [self.catalogue.operation_of(name)] if name is not None else self.covered(glob)
-        return tuple(dict.fromkeys(found)) or None
-
-    @_cached
-    def functions(self, glob: str) -> list[Entry]:
+    def _functions(self, glob: str) -> list[Entry]:
         """Returns the functions that a glob matches, after importing their operations."""
-        for operation in self.covered(glob):
+        for operation in self._covered(glob):
             try:
                 self.catalogue.import_operation(operation)
             except Exception as error:
                 logs.warn_once(('policy', operation), '%s cannot be imported: %s', operation, error_text(error))
         return [entry for entry in self.catalogue.functions().values() if covers(glob, entry.operation, entry.name)]
 
-    @_cached
-    def parameters(self, condition: Condition, globs: tuple[str, ...]) -> list[str]:
+    def wrong_parameters(self, condition: Condition, globs: Iterable[str]) -> list[str]:
         """Returns the errors of a condition. A rule applies to those functions that have its parameters, so these are none
         if one function has them all, else those of the closest function."""
         functions = [entry for glob in globs for entry in self.functions(glob)]
         found = [[f'{entry.key}: {text}' for text in condition.problems(entry.signature)] for entry in functions]
         return min(found, key=len, default=[])
 
-    @_cached
-    def unknown_backend(self, token: str, operations: tuple[str, ...] | None) -> str:
+    def _unknown_backend(self, token: str, operations: tuple[str, ...] | None) -> str:
         """Returns an error if none of the operations (None: of all) has a backend that the token names, else ''."""
         asked: Sequence[str | None] = operations or [None]
         if not all(self.catalogue.unknown_tokens((token,), name) for name in asked):
             return ''
         known = {word for name in asked for word in self.catalogue.words(name)}
-        owners = sorted({repr(self.catalogue.operation_of(name)) for name in asked if name})
-        where = f' of operation {" or ".join(owners)}' if owners else ''
+        where = f' of operation {" or ".join(map(repr, sorted(operations)))}' if operations else ''
         return f'unknown backend {token!r}{where}.{nearest(token, known)}'
 
     def unknown_backends(self, words: Words, operations: tuple[str, ...] | None) -> Problems:

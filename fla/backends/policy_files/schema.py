@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, FiniteFloat
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat
 
+from fla.backends.policy.conditions import Condition
 from fla.backends.policy_files.validation import Strict, Word
 
 
@@ -13,6 +14,12 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _checked_condition(text: str) -> str:
+    Condition(text)
+    return text
+
+
+ConditionText = Annotated[Word, AfterValidator(_checked_condition)]
 Words = Annotated[list[Word], BeforeValidator(_listed)]
 SomeWords = Annotated[list[Word], BeforeValidator(_listed), Field(min_length=1)]
 
@@ -22,7 +29,7 @@ class RuleModel(Strict):
 
     ops: SomeWords
     use: SomeWords
-    when: Word | None = None
+    when: ConditionText | None = None
     priority: FiniteFloat = 0
 
 
@@ -35,20 +42,20 @@ class BreakerModel(Strict):
 
 
 class PolicyModel(Strict):
-    """The whole file."""
+    """The whole file. A key without a value is an error: its values may have been commented out by mistake."""
 
-    prefer: SomeWords | None = None
-    allow: Words | None = None
-    deny: SomeWords | None = None
-    order: dict[Word, Words] | None = None
-    lock: dict[Word, Words] | None = None
-    boost: dict[Word, dict[Word, FiniteFloat]] | None = None
-    rules: list[RuleModel] | None = None
-    on_error: Literal['raise', 'fallback'] | None = None
-    breaker: BreakerModel | None = None
-    strict: bool | None = None
-    require_first: bool | None = None
-    check_values: bool | None = None
+    prefer: SomeWords = []
+    allow: Words = []
+    deny: SomeWords = []
+    order: dict[Word, Words] = {}
+    lock: dict[Word, Words] = {}
+    boost: dict[Word, dict[Word, FiniteFloat]] = {}
+    rules: list[RuleModel] = []
+    on_error: Literal['raise', 'fallback'] = 'raise'
+    breaker: BreakerModel = BreakerModel()
+    strict: bool = False
+    require_first: bool = False
+    check_values: bool = False
 
 
 # by the key that holds them, for `message`

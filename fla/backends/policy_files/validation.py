@@ -22,7 +22,7 @@ Word = Annotated[str, Field(min_length=1, pattern=r'\S')]
 _KINDS = {'model_type': 'mapping of keys', 'dict_type': 'mapping', 'list_type': 'list'}
 
 
-def message(error: Any, models: Mapping[str, type[BaseModel]]) -> str:
+def message(error: Any, models: Mapping[str, Any]) -> str:
     """Returns one of pydantic's errors as text: the key, what is allowed, the value.
 
     Args:
@@ -37,6 +37,8 @@ def message(error: Any, models: Mapping[str, type[BaseModel]]) -> str:
         return f'unknown key {place[-1]!r}{where}.{nearest(str(place[-1]), known)} Known: {", ".join(known)}'
     if error['type'] == 'missing':
         return f'{name} is missing'
+    if value is None:
+        return f'{name} has no value; leave it out'
     if error['type'] in _KINDS:
         return f'{name} must be a {_KINDS[error["type"]]}, got {value!r:.80}'
     if error['type'] == 'too_short':
