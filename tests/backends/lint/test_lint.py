@@ -10,7 +10,8 @@ import pytest
 
 from fla.backends import BaseBackend, UnknownNameError, dispatch
 from fla.backends.backend.untraceable import COMPILED, findings
-from fla.backends.lint import REGISTRY_RULES, RULES, SOURCE_RULES, run
+from fla.backends.lint import REGISTRY_RULES, RULES, SOURCE_RULES
+from fla.backends.lint.linter import run
 from fla.backends.observe.describe import describe
 
 HEAD = 'from fla.backends import BackendRegistry, BaseBackend, dispatch\n'
@@ -533,7 +534,7 @@ def test_allowances(check):
         ('allow block-pointer', 'gives no reason'),
         ('allow block-pointer because', 'gives no reason'),
         ('allow', 'names no rule'),
-        ('allow block-ponter because of me', "no rule 'block-ponter'. Did you mean 'block-pointer'?"),
+        ('allow block-ponter because of me', "unknown rule 'block-ponter'. Did you mean 'block-pointer'?"),
         ('allow verdict because of me', 'verdict is not broken here'),
     ],
 )
