@@ -90,12 +90,12 @@ def measure(
             raise FileNotFoundError(errno.ENOENT, 'the directory to write to does not exist', str(target.parent))
         return _measure(listed, warmup, repeats, margin, progress, owner)
 
-    owner, listed = ranks.all_do('measure', checked)
-    made = ranks.first_does('measure', measured)
+    owner, listed = ranks.run('measure', checked)
+    made = ranks.run('measure', measured, first_only=True)
     source = str(path) if path is not None else 'measure()'
-    policy = ranks.all_do('use what was measured', lambda: _policy(owner, made, source))
+    policy = ranks.run('use what was measured', lambda: _policy(owner, made, source))
     if path is not None:
-        ranks.first_does('write what was measured', lambda: made.save(path))
+        ranks.run('write what was measured', lambda: made.save(path), first_only=True)
     owner.set_measured(policy, source)
     return made
 

@@ -31,43 +31,28 @@ class Ranks:
             if self.own < 0:
                 raise ValueError('group must be one that this process is a rank of')
 
-    def all_do(self, action: str, step: Callable[[], T]) -> T:
-        """Runs a step on every rank; returns each rank's own result."""
+    def run(self, action: str, step: Callable[[], T], first_only: bool = False) -> T:
+        """Runs a step on every rank and returns each rank's result; or on the first rank and returns its result on all."""
         if self.group is None:
             return step()
         import torch.distributed as dist
 
-        error, result = _outcome(step)
-        texts: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(texts, None if error is None else plain_text(error), group=self.group)
-        self._raise(action, error, texts)
-        return cast('T', result)
-
-    def first_does(self, action: str, step: Callable[[], T]) -> T:
-        """Runs a step on the first rank; returns its result on all."""
-        if self.group is None:
-            return step()
-        import torch.distributed as dist
-
-        error, result = _outcome(step) if self.own == 0 else (None, None)
-        sent = [None if error is None else plain_text(error), result]
-        dist.broadcast_object_list(sent, src=dist.get_global_rank(self.group, 0), group=self.group)
-        self._raise(action, error, sent[:1])
-        return cast('T', sent[1])
-
-    def _raise(self, action: str, error: BaseException | None, texts: list[Any]) -> None:
+        error: BaseException | None = None
+        result: T | None = None
+        if self.own == 0 or not first_only:
+            try:
+                result = step()
+            except BaseException as caught:  # an interrupt, too: the other ranks must learn of it
+                error = caught
+        outcomes: list[Any] = [None] * dist.get_world_size(self.group)
+        own = None if error is None else plain_text(error), result if first_only else None
+        dist.all_gather_object(outcomes, own, group=self.group)
         if error is not None:
             try:
                 raise error
             finally:
                 error = None  # its traceback holds this frame, and that the group, which would outlive its destruction
-        for rank, text in enumerate(texts):
+        for rank, (text, _) in enumerate(outcomes):
             if text is not None:
                 raise self.error(f'rank {rank} could not {action}: {text}')
-
-
-def _outcome(step: Callable[[], T]) -> tuple[BaseException | None, T | None]:
-    try:
-        return None, step()
-    except BaseException as error:  # an interrupt, too: the other ranks must learn of it
-        return error, None
+        return cast('T', outcomes[0][1] if first_only else result)

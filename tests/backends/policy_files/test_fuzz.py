@@ -138,21 +138,21 @@ def files(most, texts, check):
     return found[True], found[False]
 
 
-def test_structures(case):
+def test_random_structures_load_or_give_errors(case):
     """Valid and invalid keys, values and names, in any mixture."""
     loaded, refused = files(600, MADE.map(as_yaml).map(str.encode), lambda text: fuzz(case, text, made_toy()))
     assert len(loaded) > 10
     assert len(loaded) + len(refused) > 500
 
 
-def test_valid_files_load(case):
+def test_random_valid_files_load(case):
     texts = st.tuples(GOOD, st.sampled_from([json.dumps, as_yaml])).map(lambda made: made[1](made[0]).encode())
     loaded, refused = files(600, texts, lambda text: fuzz(case, text, made_toy()))
     assert not refused
     assert len(loaded) > 500
 
 
-def test_bytes(case):
+def test_random_bytes_load_or_give_errors(case):
     texts = st.binary(max_size=60) | st.text(alphabet='{}[]:-&*!|>"\'#%@,?\n abprefer0', max_size=60).map(str.encode)
     loaded, refused = files(250, texts, lambda text: fuzz(case, text, made_toy()))
     assert len(loaded) + len(refused) > 200
@@ -167,7 +167,7 @@ def errors_of(path, text):
     return ()
 
 
-def test_one_more_error_hides_no_other(case):
+def test_another_error_hides_none(case):
     """Holds for an error of form and for an unknown name."""
     toy = made_toy()
 
