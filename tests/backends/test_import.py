@@ -65,7 +65,7 @@ def test_importing_loads_nothing_heavy_and_touches_no_device():
         import fla.utils
         import fla.backends
         new = {name for name in set(sys.modules) - before if not name.startswith(('fla', 'packaging'))}
-        heavy = {name for name in new if name.split('.')[0] in ('torch', 'triton', 'numpy', 'tilelang', 'pydantic', 'yaml',
+        heavy = {name for name in new if name.split('.')[0] in ('torch', 'triton', 'numpy', 'tilelang', 'pydantic', 'ruamel',
                  'rich', 'watchfiles', 'transformers', 'setuptools', 'pkg_resources')}
         assert not heavy, heavy
         assert not {name for name in ('triton', 'torch._dynamo', 'torch._inductor', 'torch.distributed.tensor',
@@ -260,7 +260,7 @@ def test_everything_works_without_triton_and_optional_packages():
         import sys
 
         class Blocker:
-            names = ('triton', 'tilelang', 'numpy', 'yaml', 'pydantic', 'rich', 'watchfiles', 'flash_kda', 'flash_qla')
+            names = ('triton', 'tilelang', 'numpy', 'ruamel', 'pydantic', 'rich', 'watchfiles', 'flash_kda', 'flash_qla')
 
             def find_spec(self, name, path=None, target=None):
                 if name.split('.')[0] in self.names:

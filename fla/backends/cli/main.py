@@ -1,6 +1,6 @@
 """The command line: `python -m fla.backends COMMAND`.
 
-Exit codes: 0 all well, 1 findings or problems, 2 the command was used wrongly.
+Exit codes: 0 no problems, 1 findings or problems, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 from fla.backends.core import logs
 from fla.backends.core.errors import DispatchError
-from fla.backends.lint import REGISTRY_RULES, SOURCE_RULES, run
-from fla.backends.observe.describe import describe, problems, snapshot
+from fla.backends.lint import REGISTRY_RULES, SOURCE_RULES
+from fla.backends.lint.linter import run
+from fla.backends.observe.describe import describe, snapshot
 from fla.backends.policy.environment import VARIABLES
 from fla.backends.policy_files.load import PolicyFileError, read_version
 from fla.backends.runtime.dispatcher import Dispatcher, default_dispatcher
@@ -27,18 +28,18 @@ from fla.utils.owners import OURS, TOP, conflict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Runs one command; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     dispatcher = default_dispatcher()
     if dispatcher.baseline and options.command is not _env:
         name = dispatcher.environment.name('DISABLE_BACKEND_DISPATCH')
-        parser.error(f'{name} is set, so that nothing is dispatched and there is nothing to see; unset it')
+        parser.error(f'{name} is set, so nothing is dispatched; unset it')
     try:
         code: int = options.command(dispatcher, options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # the reader has seen enough, as in `… | head`; what is left must not fail at exit
+        # the reader has stopped, as in `… | head`; the rest of the output must not fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except DispatchError as error:
@@ -49,18 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog='python -m fla.backends',
-        description='Look at backend dispatch: what is registered, what is wrong, what the environment says.',
-        epilog='Exit codes: 0 all well, 1 findings or problems, 2 wrong usage.',
+        description='Look at backend dispatch: what is registered, what is wrong, what the environment sets.',
+        epilog='Exit codes: 0 no problems, 1 findings or problems, 2 wrong usage.',
     )
     commands = parser.add_subparsers(title='commands', metavar='COMMAND', required=True)
 
     def command(name: str, run: Any, text: str, more: str = '') -> argparse.ArgumentParser:
-        made = commands.add_parser(
-            name,
-            help=text,
-            description=f'{text[0].upper()}{text[1:]}.{more}',
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        description = f'{text[0].upper()}{text[1:]}.{more}'
+        layout = argparse.RawDescriptionHelpFormatter
+        made = commands.add_parser(name, help=text, description=description, formatter_class=layout)
         made.set_defaults(command=run)
         return made
 
@@ -68,36 +66,26 @@ def _parser() -> argparse.ArgumentParser:
         'lint',
         _lint,
         'find mistakes in backends, for their authors',
-        '\n\nA package is read and imported, so that its registries can be asked; of a path only the source is read.\n'
-        'A finding is accepted by a comment on its line or on a line of its own above it:\n'
+        '\n\nA package is read, and imported to ask its registries; a path is only read.\n'
+        'A comment on its line, or on a line of its own above it, allows a finding:\n'
         '    # lint: allow RULE because REASON',
     )
     lint.add_argument('targets', nargs='*', metavar='package-or-path', help='default: the package of fla itself')
     lint.add_argument('--json', action='store_true', help='findings as a JSON list')
     lint.add_argument('--rules', action='store_true', help='list the rules and stop')
-
     table = command('describe', _describe, 'show functions with their candidates by priority, and policies')
     table.add_argument('operation', nargs='?', help="such as 'kda'; default: all")
     command('validate', _validate, 'list problems that need no call; loads every operation and plugin')
-    files = command('check', _check, 'check policy files, as load_policy() would, and put none in force')
+    files = command('check', _check, 'check policy files as load_policy() would, and put none in force')
     files.add_argument('files', nargs='+', metavar='FILE')
     registries = command('snapshot', _snapshot, 'show every registry with its backends and where each was registered')
     registries.add_argument('--json', action='store_true', help='as JSON')
     command('plugins', _plugins, 'list the plugins that were found, with version and error')
-    command(
-        'env',
-        _env,
-        'list every environment variable: when read, its value now, what it does; and who else owns files of fla',
-    )
-    chosen = command('manifest', _manifest, 'write what every function would choose from here, as JSON with a sha256')
-    chosen.add_argument('--out', metavar='FILE', help='default: standard output')
-    chosen.add_argument(
-        '--platform',
-        dest='platforms',
-        action='append',
-        choices=PLATFORMS,
-        help='platform to answer for, may be given several times; default: cpu',
-    )
+    command('env', _env, 'list every environment variable with its value and effect, and other owners of files of fla')
+    choices = command('manifest', _manifest, 'write what every function would choose, as JSON with a sha256')
+    choices.add_argument('--out', metavar='FILE', help='default: standard output')
+    text = 'platform to answer for, may be given several times; default: cpu'
+    choices.add_argument('--platform', dest='platforms', action='append', choices=PLATFORMS, help=text)
     return parser
 
 
@@ -110,7 +98,7 @@ def _lint(dispatcher: Dispatcher, options: argparse.Namespace) -> int:
             print(f'{title}:')
             _print_table([(f'  {name}', text) for name, text in rules.items()])
         return 0
-    # what loading the operations warns of is among the findings; FLA_LOG_LEVEL brings it back
+    # warnings of loading are among the findings; FLA_LOG_LEVEL shows them
     logs.set_threshold(logging.CRITICAL)
     found = run(options.targets or [dispatcher.namespace.split('.')[0]])
     if options.json:
@@ -118,8 +106,7 @@ def _lint(dispatcher: Dispatcher, options: argparse.Namespace) -> int:
     else:
         for finding in found:
             print(finding)
-    counted = f'{len(found)} finding{"" if len(found) == 1 else "s"}' if found else 'no findings'
-    print(counted, file=sys.stderr)
+    print(f'{len(found) or "no"} finding{"" if len(found) == 1 else "s"}', file=sys.stderr)
     return 1 if found else 0
 
 
@@ -133,7 +120,7 @@ def _validate(dispatcher: Dispatcher, options: argparse.Namespace) -> int:
     found = problems(dispatcher)
     for problem in found:
         print(problem)
-    print(f'{len(found)} problems' if found else 'no problems', file=sys.stderr)
+    print(f'{len(found) or "no"} problem{"" if len(found) == 1 else "s"}', file=sys.stderr)
     return 1 if found else 0
 
 
@@ -190,19 +177,16 @@ def _env(dispatcher: Dispatcher, options: argparse.Namespace) -> int:
         rows += [(name, 'each call', _value(name), text) for name, text in sorted(_toggles(dispatcher).items())]
         dispatcher.policies.check_environment()
     _print_table(rows)
-    print(f'{OURS} {_version()} at {Path(__file__).parents[3]}')
+    # the version in the source: metadata may belong to another installation
+    version = getattr(sys.modules[TOP], '__version__', 'of unknown version')
+    print(f'{OURS} {version} at {Path(__file__).parents[3]}')
     other = conflict()
     print(other or f'no other distribution owns files under {TOP}/')
     return 1 if other else 0
 
 
-def _version() -> str:
-    # of the source: metadata may be another installation's
-    return str(getattr(sys.modules[TOP], '__version__', 'of unknown version'))
-
-
 def _toggles(dispatcher: Dispatcher) -> dict[str, str]:
-    """Toggle → the backends it switches, and what holds while it is unset."""
+    """Returns for each toggle the backends that it switches, and whether they are on while it is unset."""
     users: dict[str, list[str]] = {}
     for operation, registry in sorted(dispatcher.registries.items()):
         for backend in registry:
@@ -234,7 +218,7 @@ def _manifest(dispatcher: Dispatcher, options: argparse.Namespace) -> int:
 
 
 def _print_table(rows: Iterable[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell; the last one as long as it likes."""
+    """Prints columns as wide as their widest cell; the last one is not padded."""
     rows = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -1,4 +1,4 @@
-"""What the lint looks for, what it says, and how its word is overruled."""
+"""The rules, the findings, and the comments that allow a finding."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import Any
 
 from fla.utils.env import nearest
 
-# Found in source alone.
+# Checked in source alone.
 SOURCE_RULES = {
     'untraceable': 'a verifier or check does what torch.compile cannot trace or traces wrongly: environment, data_ptr, logs',
-    'tensor-value': 'a verifier looks at tensor values: a device synchronisation, and data-dependent under torch.compile',
-    'formatted-size': 'a verifier formats a size: that alone specialises a dynamic size under torch.compile',
+    'tensor-value': 'a verifier reads tensor values: a device synchronisation, and data-dependent under torch.compile',
+    'formatted-size': 'a verifier formats a size, which specialises a dynamic size under torch.compile',
     'side-effect': 'a verifier or check changes something that outlives it',
     'slow-device-type': 'a verifier reads .device.type, which takes seven times as long as is_cuda',
     'device-query': 'a verifier asks a device runtime (torch.cuda.…) on each call',
-    'verdict': 'a verifier can return something else than (True, None) or (False, reason)',
+    'verdict': 'a verifier can return something other than (True, None) or (False, reason)',
     'broad-except': 'a verifier catches Exception, which hides its own bugs as rejections',
-    'direct-device-check': 'a backends package asks torch about devices where fla.utils or a declared fact answers',
+    'direct-device-check': 'a backends package asks torch about devices instead of fla.utils or a declared fact',
     'block-pointer': 'tl.make_block_ptr, which fails on Triton 3.9',
-    'ignored-argument': 'a backend names an argument that it neither uses nor has its verifier look at',
-    'swallowed-arguments': 'a backend takes *args or **kwargs and does nothing with them',
+    'ignored-argument': 'a backend names an argument that neither its method nor its verifier uses',
+    'swallowed-arguments': 'a backend takes *args or **kwargs and drops them',
     'syntax': 'a file cannot be parsed',
-    'allowance': 'a `lint: allow` comment without a reason, of an unknown rule, or of a rule that is not broken there',
+    'allowance': 'a `lint: allow` comment without a reason, with an unknown rule, or with a rule that is not broken there',
 }
-# Found by importing the package and asking its registries.
+# Checked by importing the package and asking its registries.
 REGISTRY_RULES = {
     'import': 'a module, an operation or a registered path cannot be imported',
     'drift': 'a method and the public function disagree on parameters or defaults',
-    'lonely-verifier': 'a verifier or prefers without the method it speaks for',
-    'unknown-function': 'a backend has a method that no dispatched function of the operation is named after',
-    'unknown-operation': '@dispatch names an operation that has neither a package nor a registry',
-    'unreachable': 'a backend stands behind a candidate that serves every call everywhere',
+    'lonely-verifier': 'a verifier or prefers without the method it belongs to',
+    'unknown-function': 'a backend has a method, and the operation has no dispatched function of that name',
+    'unknown-operation': '@dispatch names an operation without a package or registry',
+    'unreachable': 'a backend stands behind a candidate that serves every call on every machine',
     'env-prefix': "a toggle's name does not start with the namespace's prefix, so that typing errors go unnoticed",
     'shared-toggle': 'backends of one operation share a toggle but differ in default_enable',
 }
@@ -47,7 +47,7 @@ _ALLOWANCE = re.compile(r'#\s*lint:\s*allow\b\s*(?P<rules>.*?)(?:\s+because\b\s*
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One thing that is wrong: where, which rule, what, and what to do."""
+    """A mistake: where, which rule, what is wrong, what to do."""
 
     file: Path
     line: int
@@ -59,12 +59,12 @@ class Finding:
         return f'{shown(self.file)}:{self.line}: {self.rule}: {self.problem}; {self.remedy}'
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
+        """Returns JSON-ready values."""
         return {**asdict(self), 'file': shown(self.file)}
 
 
 def shown(file: Path) -> str:
-    """A path as messages show it: relative to the working directory where it lies below it."""
+    """Returns a path for messages, relative to the working directory if it lies below that."""
     try:
         return str(file.relative_to(Path.cwd()))
     except ValueError:
@@ -82,7 +82,7 @@ class Allowance:
 
 
 def allowances(text: str) -> Iterator[Allowance]:
-    """The allowances of a file. A comment on a line of its own covers the next line of code."""
+    """Yields the allowances of a file. A comment on a line of its own covers the next line of code."""
     waiting: list[tuple[int, re.Match[str]]] = []
     code_on_line = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -109,7 +109,7 @@ def _allowance(comment_line: int, line: int, match: re.Match[str]) -> Allowance:
 
 
 def apply_allowances(found: Iterable[Finding], texts: Mapping[Path, str]) -> set[Finding]:
-    """The findings that no comment allows, and what is wrong with the comments themselves."""
+    """Returns the findings that no comment allows, and the mistakes in the comments themselves."""
     left = set(found)
     for file, text in texts.items():
         for allowance in allowances(text):
@@ -128,7 +128,7 @@ def _problems(allowance: Allowance, used: set[str]) -> Iterator[tuple[str, str]]
         yield 'the comment gives no reason and allows nothing', 'write `# lint: allow RULE because REASON`'
     for rule in allowance.rules:
         if rule not in RULES:
-            yield f'there is no rule {rule!r}.{nearest(rule, RULES)}', f'the rules are {", ".join(RULES)}'
+            yield f'unknown rule {rule!r}.{nearest(rule, RULES)}', f'the rules are {", ".join(RULES)}'
         elif rule in SOURCE_RULES and rule not in used:
-            # a registry rule may hold its peace on this machine and speak on another
+            # a registry rule may find nothing on this machine and something on another
             yield f'{rule} is not broken here', 'remove the comment'

@@ -1,4 +1,4 @@
-"""What backends do outside their verifiers: their methods' arguments, device checks, and what kernels must not use."""
+"""Rules for backends outside their verifiers: arguments of methods, device checks, deprecated Triton functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fla.backends.backend.base import BaseBackend
 from fla.backends.lint.findings import Finding
 from fla.backends.lint.source import VERIFIER_SUFFIXES, Project, Source, parameters
 
-# What code asks torch → what answers instead.
+# A call to torch → what to use instead.
 _HELPERS = {
     'torch.cuda.is_available': '`devices` on the class, or fla.utils.is_nvidia() (is_amd() for ROCm)',
     'torch.cuda.device_count': 'fla.utils.devices.devices_of(platform)',
@@ -24,7 +24,7 @@ _HELPERS = {
 
 
 def check(project: Project) -> Iterator[Finding]:
-    """Every finding of these rules."""
+    """Yields every finding of these rules."""
     for source in project.sources.values():
         yield from _block_pointers(source)
         backends = [cls for cls in source.classes() if project.is_backend(source, cls)]
@@ -45,37 +45,30 @@ def _block_pointers(source: Source) -> Iterator[Finding]:
 
 
 def _device_checks(source: Source) -> Iterator[Finding]:
-    in_verifiers = {
-        inner
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.FunctionDef) and node.name.endswith(VERIFIER_SUFFIXES)
-        for inner in ast.walk(node)
-    }
+    verifiers = [n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef) and n.name.endswith(VERIFIER_SUFFIXES)]
+    in_verifiers = {inner for verifier in verifiers for inner in ast.walk(verifier)}
     for node in ast.walk(source.tree):
         if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load) and node not in in_verifiers:
             name = source.dotted(node)
             if name in _HELPERS:
-                problem = f'asks {name} itself; on ROCm, Triton-only and CPU machines its answer misleads'
+                problem = f'asks {name}, whose answer misleads on ROCm, Triton-only and CPU machines'
                 yield source.finding('direct-device-check', node, problem, f'use {_HELPERS[name]}')
 
 
 def _arguments(project: Project, source: Source, cls: ast.ClassDef) -> Iterator[Finding]:
     inherited = project.methods(source, cls)
+    sees_all_verifiers = _sees_all_verifiers(project, source, cls)
     for method in cls.body:
-        if not isinstance(method, ast.FunctionDef) or not _implements(method):
+        if not isinstance(method, ast.FunctionDef) or not _is_implementation(method):
             continue
-        looked_at: set[str] = set()
-        for suffix in VERIFIER_SUFFIXES:
-            if method.name + suffix in inherited:
-                looked_at |= _used(inherited[method.name + suffix][1])
+        verifiers = [inherited[method.name + suffix][1] for suffix in VERIFIER_SUFFIXES if method.name + suffix in inherited]
         used = _used(method)
+        read = used.union(*map(_used, verifiers))
         static = any(isinstance(d, ast.Name) and d.id == 'staticmethod' for d in method.decorator_list)
         for parameter in parameters(method)[0 if static else 1 :]:
-            if parameter.arg not in used | looked_at and _sees_verifiers(project, source, cls):
-                remedy = 'use it, refuse in the verifier what is not honoured, or leave it out of the signature'
-                problem = (
-                    f'{cls.name}.{method.name} takes {parameter.arg!r} and neither uses it nor has its verifier look at it'
-                )
+            if parameter.arg not in read and sees_all_verifiers:
+                problem = f'{cls.name}.{method.name} ignores {parameter.arg!r}, and so does its verifier'
+                remedy = 'use it, refuse unsupported values in the verifier, or leave it out of the signature'
                 yield source.finding('ignored-argument', parameter, problem, remedy)
         for rest, stars in ((method.args.vararg, '*'), (method.args.kwarg, '**')):
             if rest is not None and rest.arg not in used:
@@ -84,8 +77,8 @@ def _arguments(project: Project, source: Source, cls: ast.ClassDef) -> Iterator[
                 yield source.finding('swallowed-arguments', rest, problem, remedy)
 
 
-def _implements(method: ast.FunctionDef) -> bool:
-    """Whether a method is an implementation: no part of BaseBackend, no verifier, no property, not abstract."""
+def _is_implementation(method: ast.FunctionDef) -> bool:
+    """Returns whether a method implements a function: not part of BaseBackend, no verifier, property or stub."""
     if method.name.startswith('_') or method.name.endswith(VERIFIER_SUFFIXES) or hasattr(BaseBackend, method.name):
         return False
     names = {d.attr if isinstance(d, ast.Attribute) else getattr(d, 'id', '') for d in method.decorator_list}
@@ -99,21 +92,19 @@ def _is_literal(statement: ast.stmt) -> bool:
 
 
 def _used(function: ast.FunctionDef) -> set[str]:
-    """Names a function reads, and keys it looks up as text; every parameter, if it asks for `locals()`."""
+    """Returns the names that a function reads, and its string constants, which may be keys; every parameter if it calls
+    `locals()`."""
     used: set[str] = set()
     for statement in function.body:
         for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                used.add(node.id)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                used.add(node.value)
-    if 'locals' in used:
-        used.update(parameter.arg for parameter in parameters(function))
-    return used
+            match node:
+                case ast.Name(id=name, ctx=ast.Load()) | ast.Constant(value=str(name)):
+                    used.add(name)
+    return used | {parameter.arg for parameter in parameters(function)} if 'locals' in used else used
 
 
-def _sees_verifiers(project: Project, source: Source, cls: ast.ClassDef) -> bool:
-    """Whether every base is known, so that no verifier can be hidden in one."""
+def _sees_all_verifiers(project: Project, source: Source, cls: ast.ClassDef) -> bool:
+    """Returns whether every base is in the project, so that none can hide a verifier."""
     for where, node in project.ancestry(source, cls):
         for base in node.bases:
             found = isinstance(base, ast.Name) and project.resolve(where, base.id) is not None

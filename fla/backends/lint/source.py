@@ -1,4 +1,4 @@
-"""The source files of a lint run, parsed, and what their names refer to. Nothing is imported."""
+"""The source files of a lint run, parsed, and what their names refer to. Imports none of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Source:
     Attributes:
         module: its dotted name.
         package: the lint target it belongs to, None for a path.
-        imports: local name → dotted name of what was imported under it.
+        imports: local name → dotted name of the import.
         defined: module-level functions and classes by name.
     """
 
@@ -42,9 +42,8 @@ class Source:
             elif isinstance(node, ast.ImportFrom):
                 origin = self._origin(node)
                 self.imports.update({name.asname or name.name: f'{origin}.{name.name}' for name in node.names})
-        self.defined.update(
-            {n.name: n for n in self.tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-        )
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        self.defined.update({node.name: node for node in self.tree.body if isinstance(node, kinds)})
 
     def _origin(self, node: ast.ImportFrom) -> str:
         if not node.level:
@@ -54,7 +53,8 @@ class Source:
         return '.'.join([*parts[: len(parts) - up], *([node.module] if node.module else [])])
 
     def dotted(self, node: ast.AST) -> str:
-        """`torch.cuda.is_available` for whatever the file calls it; an empty string for what is no dotted name."""
+        """Returns the full name of an expression, such as `torch.cuda.is_available`, whatever the file imports it as; '' if
+        it is not a dotted name."""
         if isinstance(node, ast.Name):
             return self.imports.get(node.id, node.id)
         if isinstance(node, ast.Attribute):
@@ -63,11 +63,15 @@ class Source:
         return ''
 
     def classes(self) -> Iterator[ast.ClassDef]:
-        """Every class in the file."""
+        """Yields every class in the file."""
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
 
+    def calls(self) -> Iterator[ast.Call]:
+        """Yields every call in the file."""
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))
+
     def finding(self, rule: str, node: ast.AST, problem: str, remedy: str) -> Finding:
-        """A finding at a node."""
+        """Returns a finding at a node."""
         return Finding(self.file, getattr(node, 'lineno', 1), rule, problem, remedy)
 
 
@@ -81,7 +85,7 @@ class Project:
         self.roots: dict[str, list[Path]] = {}
 
     def add(self, root: Path, package: str | None = None) -> None:
-        """Parse a file, or every Python file below a folder."""
+        """Parses a file, or every Python file below a directory."""
         root = root.resolve()
         if package is not None:
             self.roots.setdefault(package, []).append(root)
@@ -90,8 +94,7 @@ class Project:
             hidden = any(part.startswith('.') or part == '__pycache__' for part in below.parts)
             if not hidden and file not in self.sources:
                 module = module_name(file)
-                if package is not None:
-                    # a folder without __init__.py is a package, too
+                if package is not None:  # a directory without __init__.py is a package, too
                     module = '.'.join([package, *(part for part in below.with_suffix('').parts if part != '__init__')])
                 self._parse(file, module, package)
 
@@ -104,13 +107,13 @@ class Project:
         except (SyntaxError, ValueError, RecursionError, tokenize.TokenError, OSError) as error:
             line = getattr(error, 'lineno', None) or 1
             problem = f'{type(error).__name__}: {getattr(error, "msg", None) or error}'
-            self.broken.append(Finding(file, line, 'syntax', problem, 'mend the file; nothing else in it was looked at'))
+            self.broken.append(Finding(file, line, 'syntax', problem, 'repair the file; the rest of it was not checked'))
             return
         self.texts[file] = text
         self.sources[file] = Source(file, module, package, tree)
 
     def resolve(self, source: Source, name: str, depth: int = 8) -> tuple[Source, ast.AST] | None:
-        """The function or class that a name in a file stands for, followed through imports within the project."""
+        """Returns the function or class that a name in a file stands for, followed through imports within the project."""
         if name in source.defined:
             return source, source.defined[name]
         module, _, attribute = source.imports.get(name, '').rpartition('.')
@@ -120,7 +123,7 @@ class Project:
         return None
 
     def ancestry(self, source: Source, cls: ast.ClassDef) -> Iterator[tuple[Source, ast.ClassDef]]:
-        """A class and its bases, as far as they are in the project, nearest first."""
+        """Yields a class and those of its bases that are in the project, nearest first."""
         waiting, seen = [(source, cls)], set()
         while waiting:
             where, node = waiting.pop(0)
@@ -134,7 +137,7 @@ class Project:
                     waiting.append((found[0], found[1]))
 
     def methods(self, source: Source, cls: ast.ClassDef) -> dict[str, tuple[Source, ast.FunctionDef]]:
-        """The methods of a class, inherited ones included, with the files they stand in."""
+        """Returns the methods of a class by name, inherited ones included, with the files they stand in."""
         found: dict[str, tuple[Source, ast.FunctionDef]] = {}
         for where, node in self.ancestry(source, cls):
             for item in node.body:
@@ -143,32 +146,25 @@ class Project:
         return found
 
     def is_backend(self, source: Source, cls: ast.ClassDef) -> bool:
-        """Whether a class is a backend, or a part of one, by the look of it."""
-        for where, node in self.ancestry(source, cls):
-            if class_value(node, 'backend_type') is not None or any(where.dotted(b).endswith('Backend') for b in node.bases):
-                return True
-            if any(isinstance(item, ast.FunctionDef) and item.name.endswith(VERIFIER_SUFFIXES) for item in node.body):
-                return True
-        return False
-
-
-def _targets(statement: ast.AST) -> list[ast.expr]:
-    if isinstance(statement, ast.Assign):
-        return statement.targets
-    return [statement.target] if isinstance(statement, ast.AnnAssign) else []
+        """Returns whether a class looks like a backend, or like a part of one."""
+        return any(name.endswith(VERIFIER_SUFFIXES) for name in self.methods(source, cls)) or any(
+            class_value(node, 'backend_type') is not None or any(where.dotted(b).endswith('Backend') for b in node.bases)
+            for where, node in self.ancestry(source, cls)
+        )
 
 
 def class_value(cls: ast.ClassDef, name: str) -> ast.expr | None:
-    """What a class assigns to an attribute in its body, None if it does not."""
+    """Returns the expression that a class body assigns to an attribute, None if there is none."""
     for item in cls.body:
-        if any(isinstance(target, ast.Name) and target.id == name for target in _targets(item)):
-            assert isinstance(item, (ast.Assign, ast.AnnAssign))
-            return item.value
+        if isinstance(item, (ast.Assign, ast.AnnAssign)):
+            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                return item.value
     return None
 
 
 def module_name(file: Path) -> str:
-    """Dotted name of a file's module, as far up as there are `__init__.py` files."""
+    """Returns the dotted name of a file's module, as far up as there are `__init__.py` files."""
     parts = [] if file.stem == '__init__' else [file.stem]
     folder = file.parent
     while (folder / '__init__.py').exists() and folder != folder.parent:
@@ -178,6 +174,6 @@ def module_name(file: Path) -> str:
 
 
 def parameters(function: Function) -> list[ast.arg]:
-    """The named parameters of a function, in order."""
+    """Returns the named parameters of a function, in order."""
     arguments = function.args
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]

@@ -12,8 +12,7 @@ from fla.backends.core.spec import FunctionSpec
 from fla.backends.core.tensors import same
 
 # Flags are these, and None; a dtype is written {'dtype': 'bfloat16'}.
-_PLAIN = (bool, int, float, str, type(None))
-WANTS = 'calls is a trace(), its JSON, the path of such JSON, or a list of records'
+PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,8 @@ def record_of(spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | N
         elif name in (spec.signature.var_positional, spec.signature.var_keyword):
             if value:
                 lost.append(name)
-        elif not same(value, spec.signature.default(name)):
-            if type(value) in _PLAIN or isinstance(value, torch.dtype):
+        elif not same(value, entry.signature.default(name)):
+            if type(value) in PLAIN or isinstance(value, torch.dtype):
                 flags[name] = value
             else:
                 lost.append(name)
@@ -135,106 +134,3 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix('torch.')
-
-
-def read(told: Any, number: int) -> Record:
-    """A record from what `to_dict` makes of one.
-
-    Args:
-        number: its place in the list, for errors.
-
-    Raises:
-        TypeError, ValueError: for what is none, with the key that is wrong.
-    """
-    if isinstance(told, Record):
-        return told
-    if not isinstance(told, Mapping):
-        raise TypeError(f'{WANTS}; calls[{number}] is {told!r:.80}')
-    reader = _Reader(told, number)
-    known = ('function', 'backend', 'tensors', 'flags', 'compiled', 'strides', 'requires_grad', 'grad_mode', 'lost')
-    unknown = [key for key in told if key not in known]
-    if unknown:
-        raise ValueError(f'calls[{number}] has the unknown key {unknown[0]!r}; a record has {", ".join(known)}')
-    tensors = {name: reader.tensor(name, of) for name, of in reader.mapping('tensors').items()}
-    strides = {name: reader.numbers(f'strides.{name}', of) for name, of in reader.mapping('strides').items()}
-    for name, of in strides.items():
-        if name not in tensors or len(of) != len(tensors[name][1]):
-            raise reader.wrong(f'strides.{name}', list(of), 'one number for each dimension of a tensor of the record')
-    wanting = reader.words('requires_grad')
-    kinds = {name: getattr(torch, dtype) for name, (dtype, _, _) in tensors.items()}
-    if not all(name in kinds and (kinds[name].is_floating_point or kinds[name].is_complex) for name in wanting):
-        raise reader.wrong('requires_grad', list(wanting), 'names of floating-point tensors of the record')
-    return Record(
-        reader.word('function'),
-        reader.word('backend'),
-        tensors,
-        {name: reader.flag(name, value) for name, value in reader.mapping('flags').items()},
-        reader.boolean('compiled', False),
-        strides,
-        wanting,
-        reader.boolean('grad_mode', True),
-        reader.words('lost'),
-    )
-
-
-class _Reader:
-    """Reads the values of one record, each as what it has to be."""
-
-    def __init__(self, told: Mapping[str, Any], number: int) -> None:
-        self.told, self.number = told, number
-
-    def wrong(self, key: str, came: Any, wants: str) -> ValueError:
-        return ValueError(f'calls[{self.number}].{key} is {came!r:.80}; it has to be {wants}')
-
-    def word(self, key: str) -> str:
-        value = self.told.get(key)
-        if not isinstance(value, str) or not value:
-            raise self.wrong(key, value, 'a name')
-        return value
-
-    def words(self, key: str) -> tuple[str, ...]:
-        value = self.told.get(key, [])
-        if not isinstance(value, (list, tuple)) or not all(isinstance(word, str) for word in value):
-            raise self.wrong(key, value, 'a list of names')
-        return tuple(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.told.get(key, default)
-        if not isinstance(value, bool):
-            raise self.wrong(key, value, 'true or false')
-        return value
-
-    def mapping(self, key: str) -> Mapping[str, Any]:
-        value = self.told.get(key, {})
-        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-            raise self.wrong(key, value, 'a mapping of parameters')
-        return value
-
-    def numbers(self, key: str, value: Any) -> tuple[int, ...]:
-        if not isinstance(value, (list, tuple)) or not all(type(size) is int and 0 <= size < 2**63 for size in value):
-            raise self.wrong(key, value, 'a list of whole numbers from 0')
-        return tuple(value)
-
-    def dtype(self, key: str, value: Any) -> torch.dtype:
-        found = getattr(torch, value.removeprefix('torch.'), None) if isinstance(value, str) else None
-        if not isinstance(found, torch.dtype):
-            raise self.wrong(key, value, "the name of a dtype, such as 'bfloat16'")
-        return found
-
-    def tensor(self, name: str, of: Any) -> tuple[str, tuple[int, ...], str]:
-        key = f'tensors.{name}'
-        if not isinstance(of, Mapping) or {*of} != {'dtype', 'shape', 'device'}:
-            raise self.wrong(key, of, 'a mapping of dtype, shape and device')
-        shape = self.numbers(f'{key}.shape', of['shape'])
-        try:
-            device = str(torch.device(of['device']))
-        except (RuntimeError, TypeError):
-            raise self.wrong(f'{key}.device', of['device'], "a device, such as 'cuda:0'") from None
-        return _name(self.dtype(f'{key}.dtype', of['dtype'])), shape, device
-
-    def flag(self, name: str, value: Any) -> Any:
-        if isinstance(value, Mapping) and {*value} == {'dtype'}:
-            return self.dtype(f'flags.{name}.dtype', value['dtype'])
-        if type(value) not in _PLAIN:
-            raise self.wrong(f'flags.{name}', value, "a number, true, false, null, a string or {'dtype': ...}")
-        return value

@@ -1,4 +1,4 @@
-"""Which decisions another policy would change, over calls that were recorded."""
+"""Finds the decisions that another policy would change, over recorded calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 
 from fla.backends.backend.base import format_reason
 from fla.backends.core.errors import UnknownNameError, error_text
-from fla.backends.observe.records import WANTS, Record, read
+from fla.backends.observe.records import Record
 from fla.backends.observe.trace import Trace
 from fla.backends.policy.policy import Policy
 from fla.backends.policy.precedence import State
-from fla.backends.policy_files.load import read_version
+from fla.backends.policy_files.extra import require_extra
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
 from fla.utils.devices import platform_of_type
 
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
     from fla.backends.plan.decision import CandidateReport, Decision
 
 Calls = Trace | str | os.PathLike[str] | Mapping[str, Any] | Iterable[Record | Mapping[str, Any]]
+_WANTED = 'calls is a trace(), its JSON, the path of such JSON, or a list of records'
 
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """A kind of call that the new policy decides otherwise.
+    """A kind of call that the new policy decides differently.
 
     Attributes:
         function: 'operation.function'.
-        call: the arguments that were recorded.
+        call: the recorded arguments.
         times: how often such a call was recorded.
-        old, new: the backends that run; None: the call raises.
-        old_order, new_order: who decides the order.
-        problem: why the call cannot be judged; None where it can.
+        old, new: the backends that run; None if the call raises.
+        old_order, new_order: what decides the order.
+        problem: why the call cannot be judged, None if it can.
     """
 
     function: str
@@ -50,13 +51,10 @@ class PolicyChange:
     problem: str | None = None
 
     def __str__(self) -> str:
+        call = f'{self.function}({self.call}) ×{self.times}'
         if self.problem:
-            return f'{self.function}({self.call}) ×{self.times}: cannot be judged: {self.problem}'
-        old, new = (f'{backend or "raises"} [{order}]' for backend, order in self._sides())
-        return f'{self.function}({self.call}) ×{self.times}: {old} → {new}'
-
-    def _sides(self) -> tuple[tuple[str | None, str], tuple[str | None, str]]:
-        return (self.old, self.old_order), (self.new, self.new_order)
+            return f'{call}: cannot be judged: {self.problem}'
+        return f'{call}: {self.old or "raises"} [{self.old_order}] → {self.new or "raises"} [{self.new_order}]'
 
 
 def diff_policy(
@@ -65,22 +63,23 @@ def diff_policy(
     calls: Calls,
     dispatcher: Dispatcher | None = None,
 ) -> list[PolicyChange]:
-    """Which of the recorded calls two policies decide differently, each in the place of the policy file. Runs and changes
+    """Finds the recorded calls that two policies decide differently, each in the place of the policy file. Runs and changes
     nothing.
 
     Args:
         old, new: a policy, the path of a policy file, or None for no file.
-        calls: a `trace()`, its JSON or the path of it, or records.
+        calls: a `trace()`, its JSON or the path of it, or records. JSON needs pydantic.
         dispatcher: the namespace; default: that of the `trace()`, else fla's own.
 
     Returns:
         One entry for each kind of call that is decided differently, or that cannot be judged because the record lacks an
-            argument (one keeps tensors and plain values). Calls recorded in compiled code have none and are left out.
+            argument (it has tensors' metadata and plain values only). Calls recorded in compiled code have no arguments and
+            are left out.
 
     Raises:
-        PolicyFileError: for a bad file.
-        TypeError, ValueError: for `calls` that hold no records.
-        UnknownNameError: for a policy or a record that names what nobody knows.
+        PolicyFileError: for an invalid file.
+        TypeError, ValueError: for `calls` without records.
+        UnknownNameError: for a policy or a record with an unknown name.
     """
     records = _records(calls)
     if dispatcher is None and isinstance(calls, Trace):
@@ -92,37 +91,40 @@ def diff_policy(
         if not record.compiled:
             key = json.dumps({**record.to_dict(), 'backend': ''}, sort_keys=True)
             counted[key] = record, counted.get(key, (record, 0))[1] + 1
-    found = []
-    for record, times in counted.values():
-        if record.lost:
-            problem = f'the record has no value of {", ".join(record.lost)}'
-            found.append(PolicyChange(record.function, str(record), times, None, None, problem=problem))
-            continue
-        try:
-            before, after = (_decide(owner, record, state) for state in states)
-        except UnknownNameError:
-            raise
-        except Exception as error:  # a check that looks at values, which a record has not; a call that was a bad one
-            found.append(PolicyChange(record.function, str(record), times, None, None, problem=error_text(error)))
-            continue
-        blind = [c for decision in (before, after) for c in _asked(decision) if c.verdict == 'bug']
-        if blind:  # most likely it looks at values, which a record has not
-            problem = f'{blind[0].name}: {format_reason(blind[0].reason)}'
-            found.append(PolicyChange(record.function, str(record), times, None, None, problem=problem))
-        elif before.winner != after.winner:
-            sides = before.winner, after.winner, before.order, after.order
-            found.append(PolicyChange(record.function, str(record), times, *sides))
-    return found
+    compared = [_compare(owner, record, times, states) for record, times in counted.values()]
+    return [change for change in compared if change is not None]
+
+
+def _compare(owner: Dispatcher, record: Record, times: int, states: list[State]) -> PolicyChange | None:
+    """Returns how the decisions on a call differ under two states; None if they are the same."""
+
+    def not_judged(problem: str) -> PolicyChange:
+        return PolicyChange(record.function, str(record), times, None, None, problem=problem)
+
+    if record.lost:
+        return not_judged(f'the record has no value of {", ".join(record.lost)}')
+    try:
+        before, after = (_decide(owner, record, state) for state in states)
+    except UnknownNameError:
+        raise
+    except Exception as error:  # a check that reads tensor values, which a record lacks; an invalid call
+        return not_judged(error_text(error))
+    for candidate in (*_asked(before), *_asked(after)):
+        if candidate.verdict == 'bug':  # most likely it reads tensor values
+            return not_judged(f'{candidate.name}: {format_reason(candidate.reason)}')
+    if before.winner == after.winner:
+        return None
+    return PolicyChange(record.function, str(record), times, before.winner, after.winner, before.order, after.order)
 
 
 def _asked(decision: Decision) -> list[CandidateReport]:
-    """The candidates that decided: up to the one that won."""
+    """Returns the candidates before the winner; all if there is none."""
     names = [c.name for c in decision.candidates]
     return list(decision.candidates[: names.index(decision.winner)] if decision.winner in names else decision.candidates)
 
 
 def _state(owner: Dispatcher, policy: Policy | str | os.PathLike[str] | None, name: str) -> State:
-    """The state in force, with another policy in the place of the file's."""
+    """Returns the state in force, with another policy in the place of the file's."""
     if policy is None or isinstance(policy, Policy):
         if policy is not None:
             owner.policies.check_policy(policy)
@@ -134,31 +136,41 @@ def _state(owner: Dispatcher, policy: Policy | str | os.PathLike[str] | None, na
 
 
 def _records(calls: Any) -> list[Record]:
-    """The records of whatever holds them.
+    """Returns the records in `calls`.
 
     Raises:
-        TypeError, ValueError: for what holds none; names the argument and what is wrong.
+        TypeError, ValueError: names the argument and what is wrong.
         OSError: for a path that cannot be read.
     """
-    text: str | bytes | None = None
-    if isinstance(calls, bytes) or (
-        isinstance(calls, str) and not os.path.lexists(calls) and calls.lstrip().startswith(('{', '['))
-    ):
-        text = calls
-    elif isinstance(calls, (str, os.PathLike)):
-        text = Path(calls).read_text(encoding='utf-8')
+    content = calls
     try:
-        content = json.loads(text) if text is not None else calls
+        if isinstance(calls, bytes) or (
+            isinstance(calls, str) and not os.path.lexists(calls) and calls.lstrip().startswith(('{', '['))
+        ):
+            content = json.loads(calls)
+        elif isinstance(calls, (str, os.PathLike)):
+            content = json.loads(Path(calls).read_text(encoding='utf-8'))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f'calls is no JSON: {error}') from None
+        raise ValueError(f'calls is not JSON: {error}') from None
     if isinstance(content, Mapping):
         if 'records' not in content:
-            said = ', '.join(map(repr, content)) or 'nothing'
-            raise ValueError(f'calls is the JSON of a trace(), with "records"; this has {said}')
+            keys = ', '.join(map(repr, content)) or 'nothing'
+            raise ValueError(f'calls is the JSON of a trace(), with "records"; this has {keys}')
         content = content['records']
     if isinstance(content, str) or not isinstance(content, Iterable):
-        raise TypeError(f'{WANTS}; got {content!r:.80}')
-    return [read(told, number) for number, told in enumerate(content)]
+        raise TypeError(f'{_WANTED}; got {content!r:.80}')
+    return [_record(data, number) for number, data in enumerate(content)]
+
+
+def _record(data: Any, number: int) -> Record:
+    if isinstance(data, Record):
+        return data
+    if not isinstance(data, Mapping):
+        raise TypeError(f'{_WANTED}; calls[{number}] is {data!r:.80}')
+    require_extra('the JSON of recorded calls', 'pydantic')
+    from fla.backends.policy_files.recorded_calls import read
+
+    return read(data, number)
 
 
 def _decide(owner: Dispatcher, record: Record, state: State) -> Decision:

@@ -1,210 +1,169 @@
-"""Whether there is what a policy names: operations, functions, backends, parameters.
+"""Checks the names in a policy: operations, functions, backends and parameters must exist.
 
-It is asked of plain data, as a file holds it, and passes over what has no right form: that is another's error, and must not
-hide the names beside it.
+Works on plain data, as a file has it, and skips what is malformed: the schema reports that, and it must not hide unknown
+names elsewhere in the file.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fla.backends.core import logs
 from fla.backends.core.errors import DispatchError, error_text
 from fla.backends.policy.conditions import Condition, ConditionError
 from fla.backends.policy.policy import covers, normalise
-from fla.backends.policy_files.text import Place
-from fla.backends.registry.catalogue import Catalogue
-from fla.backends.runtime.dispatcher import LiveFunction
+from fla.backends.policy_files.yaml_lines import Place
 from fla.utils.env import nearest
 
-Said = Iterator[tuple[Place, str]]
+if TYPE_CHECKING:
+    from fla.backends.registry.catalogue import Catalogue
+    from fla.backends.runtime.entry import Entry
+
+Problems = Iterator[tuple[Place, str]]
 Words = Sequence[tuple[Place, str]]
+# The operations that a name or glob covers (None: all), and what is wrong with it ('': nothing).
+Match = tuple[tuple[str, ...] | None, str]
 
 
-def problems(dispatcher: Catalogue[LiveFunction], data: Any) -> Said:
-    """Every name that nobody knows, with its place. Imports the operations that are named."""
-    there = _There(dispatcher)
+def problems(catalogue: Catalogue, data: Any) -> Problems:
+    """Yields (place, message) for every unknown name. Imports the operations that are named."""
+    lookup = _Lookup(catalogue)
     for name in ('prefer', 'allow', 'deny'):
-        yield from there.lacks(words(field(data, name), (name,)), None)
+        yield from lookup.unknown_backends(words(field(data, name), (name,)), None)
     for name in ('order', 'lock'):
         for key, tokens in entries(field(data, name)):
-            said = there.operation(key.strip())
-            yield from (((name, key), text) for text in said)
-            yield from there.lacks(words(tokens, (name, key)), None if said else (key.strip(),))
+            operations, wrong = lookup.named(key.strip())
+            if wrong:
+                yield (name, key), wrong
+            yield from lookup.unknown_backends(words(tokens, (name, key)), operations)
     for glob, amounts in entries(field(data, 'boost')):
-        said = there.glob(glob.strip())
-        yield from ((('boost', glob), text) for text in said)
+        operations, wrong = lookup.matching(glob.strip())
+        if wrong:
+            yield ('boost', glob), wrong
         tokens = [(('boost', glob, token), token) for token, _ in entries(amounts)]
-        yield from there.lacks(tokens, None if said else there.operations((glob.strip(),)))
-    for number, rule in rules_of(data):
-        yield from _of_rule(there, ('rules', number), rule)
+        yield from lookup.unknown_backends(tokens, operations)
+    rules = field(data, 'rules')
+    for number, rule in enumerate(rules if isinstance(rules, list) else ()):
+        if isinstance(rule, Mapping):
+            yield from _rule_problems(lookup, ('rules', number), rule)
 
 
-def _of_rule(there: _There, place: Place, rule: Mapping[str, Any]) -> Said:
-    known, unknown = [], False
+def _rule_problems(lookup: _Lookup, place: Place, rule: Mapping[str, Any]) -> Problems:
+    known: list[str] = []
+    covered: list[str] = []
+    is_for_all = False
     for at, glob in words(rule.get('ops'), (*place, 'ops')):
-        said = there.glob(glob.strip())
-        yield from ((at, text) for text in said)
-        unknown = unknown or bool(said)
-        if not said:
+        operations, wrong = lookup.matching(glob.strip())
+        if wrong:
+            yield at, wrong
+        else:
             known.append(glob.strip())
-    operations = None if unknown or not known else there.operations(tuple(known))
-    yield from there.lacks(words(rule.get('use'), (*place, 'use')), operations)
+        covered += operations or ()
+        is_for_all = is_for_all or operations is None
+    used = words(rule.get('use'), (*place, 'use'))
+    yield from lookup.unknown_backends(used, None if is_for_all else tuple(dict.fromkeys(covered)) or None)
+    when = rule.get('when')
     try:
-        condition = condition_of(rule)
+        condition = Condition(when) if isinstance(when, str) and when.strip() else None
     except ConditionError:
         return
     if condition is not None:
-        yield from (((*place, 'when'), text) for text in there.parameters(condition, tuple(known)))
+        yield from (((*place, 'when'), text) for text in lookup.wrong_parameters(condition, known))
 
 
-# -- what has the right form ------------------------------------------------------------------------------------------------
+# -- well-formed parts of the data ------------------------------------------------------------------------------------------
 
 
 def field(data: Any, name: str) -> Any:
-    """A field of what may be no mapping."""
+    """Returns a field of a mapping; None if `data` is not one."""
     return data.get(name) if isinstance(data, Mapping) else None
 
 
 def entries(value: Any) -> Iterable[tuple[str, Any]]:
-    """The entries of what may be no mapping."""
+    """Returns the entries of a mapping; none if `value` is not one."""
     return [(key, it) for key, it in value.items() if key.strip()] if isinstance(value, Mapping) else []
 
 
-def rules_of(data: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The rules that are mappings, with their places in the list."""
-    listed = field(data, 'rules')
-    for number, rule in enumerate(listed if isinstance(listed, list) else ()):
-        if isinstance(rule, Mapping):
-            yield number, rule
-
-
-def condition_of(rule: Mapping[str, Any]) -> Condition | None:
-    """The condition of a rule, None if it has none, or something that is no text.
-
-    Raises:
-        ConditionError: if it is not in the grammar.
-    """
-    when = rule.get('when')
-    return Condition(when) if isinstance(when, str) and when.strip() else None
-
-
 def words(value: Any, place: Place) -> Words:
-    """The words of a list, or of one that stands alone."""
+    """Returns the words of a list, or a single word, with their places."""
     listed = [(place, value)] if isinstance(value, str) else []
     if isinstance(value, list):
         listed = [((*place, i), word) for i, word in enumerate(value) if isinstance(word, str)]
     return [(at, word) for at, word in listed if word.strip()]
 
 
-# -- what there is ----------------------------------------------------------------------------------------------------------
+# -- lookups ----------------------------------------------------------------------------------------------------------------
 
 
-def _literal(glob: str) -> str | None:
-    return None if set(glob) & set('*?[') else glob
+class _Lookup:
+    """Looks names up in a namespace, for one policy."""
 
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+        # a policy repeats names, and an answer may need the disk
+        self.named = functools.cache(self._named)
+        self.matching = functools.cache(self._matching)
+        self.functions = functools.cache(self._functions)
+        self.unknown_backend = functools.cache(self._unknown_backend)
 
-def _once(method: Callable[..., Any]) -> Any:
-    """Asks once for each set of arguments: a file names the same things again and again, and each answer may mean looking
-    at the disk."""
-
-    @functools.wraps(method)
-    def ask(self: _There, *arguments: Any) -> Any:
-        key = (method.__name__, *arguments)
-        if key not in self.answers:
-            self.answers[key] = method(self, *arguments)
-        return self.answers[key]
-
-    return ask
-
-
-class _There:
-    """What a namespace has, for the names of one policy."""
-
-    def __init__(self, dispatcher: Catalogue[LiveFunction]) -> None:
-        self.dispatcher = dispatcher
-        self.answers: dict[tuple[Any, ...], Any] = {}
-
-    @_once
-    def operation(self, name: str) -> list[str]:
-        """What is wrong with the name of an operation or function; empty if there is one."""
+    def _named(self, name: str) -> Match:
+        """Looks up the name of an operation or function."""
         try:
-            self.dispatcher.check_operation(name)
+            self.catalogue.check_operation(name)
         except DispatchError as error:
-            return [str(error)]
+            return None, str(error)
         except Exception as error:
-            return [f'{name!r} cannot be imported: {error_text(error)}']
-        return []
+            return None, f'{name!r} cannot be imported: {error_text(error)}'
+        return (self.catalogue.operation_of(name),), ''
 
-    @_once
-    def glob(self, glob: str) -> list[str]:
-        """What is wrong with a glob; empty if it covers something."""
-        if _literal(glob) is not None:
-            return list(self.operation(glob))
-        known = self.known()
-        if any(fnmatch.fnmatchcase(operation, glob) for operation in known) or self.functions(glob):
-            return []
+    def _matching(self, glob: str) -> Match:
+        """Looks up a glob over operations and functions."""
+        if not set(glob) & set('*?['):
+            return self.named(glob)
+        known = self.catalogue.discovery.operations()
+        covered = self._covered(glob)
+        if any(fnmatch.fnmatchcase(operation, glob) for operation in covered) or self.functions(glob):
+            return None if glob == '*' else tuple(covered), ''
         close = nearest(glob.partition('.')[0].strip('*'), known)
-        return [f'{glob!r} covers no operation and no function.{close} Known operations: {", ".join(known)}']
+        return None, f'{glob!r} matches no operation and no function.{close} Known operations: {", ".join(known)}'
 
-    @_once
-    def known(self) -> list[str]:
-        """Every operation."""
-        return self.dispatcher.discovery.operations()
-
-    @_once
-    def covered(self, glob: str) -> list[str]:
-        """The operations that a glob may have functions of."""
+    def _covered(self, glob: str) -> list[str]:
+        """Returns the operations whose functions a glob may match."""
         head = glob.rpartition('.')[0]
-        return [o for o in self.known() if fnmatch.fnmatchcase(o, glob) or fnmatch.fnmatchcase(o, head)]
+        known = self.catalogue.discovery.operations()
+        return [name for name in known if fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(name, head)]
 
-    @_once
-    def operations(self, globs: tuple[str, ...]) -> tuple[str, ...] | None:
-        """The operations of what is covered; None: all of them."""
-        found: list[str] = []
-        for glob in globs:
-            if glob == '*':
-                return None
-            name = _literal(glob)
-            found += [self.dispatcher.operation_of(name)] if name is not None else self.covered(glob)
-        return tuple(dict.fromkeys(found)) or None
-
-    @_once
-    def functions(self, glob: str) -> list[LiveFunction]:
-        """The functions a glob covers, of operations that are imported for the question."""
-        for operation in self.covered(glob):
+    def _functions(self, glob: str) -> list[Entry]:
+        """Returns the functions that a glob matches, after importing their operations."""
+        for operation in self._covered(glob):
             try:
-                self.dispatcher.import_operation(operation)
+                self.catalogue.import_operation(operation)
             except Exception as error:
                 logs.warn_once(('policy', operation), '%s cannot be imported: %s', operation, error_text(error))
-        return [
-            entry for entry in self.dispatcher.functions().values() if covers(glob, entry.spec.operation, entry.spec.name)
-        ]
+        return [entry for entry in self.catalogue.functions().values() if covers(glob, entry.operation, entry.name)]
 
-    @_once
-    def parameters(self, condition: Condition, globs: tuple[str, ...]) -> list[str]:
-        """A rule over several functions is for those that have its parameters; where none has, what the closest lacks."""
+    def wrong_parameters(self, condition: Condition, globs: Iterable[str]) -> list[str]:
+        """Returns the errors of a condition. A rule applies to those functions that have its parameters, so these are none
+        if one function has them all, else those of the closest function."""
         functions = [entry for glob in globs for entry in self.functions(glob)]
         found = [[f'{entry.spec.key}: {text}' for text in condition.problems(entry.spec.signature)] for entry in functions]
         return min(found, key=len, default=[])
 
-    @_once
-    def unknown(self, token: str, operations: tuple[str, ...] | None) -> str:
-        """What is to be said of a token that none of the operations has (None: that nobody has), empty if one has it."""
+    def _unknown_backend(self, token: str, operations: tuple[str, ...] | None) -> str:
+        """Returns an error if none of the operations (None: of all) has a backend that the token names, else ''."""
         asked: Sequence[str | None] = operations or [None]
-        if not all(self.dispatcher.unknown_tokens((token,), name) for name in asked):
+        if not all(self.catalogue.unknown_tokens((token,), name) for name in asked):
             return ''
-        known = {word for name in asked for word in self.dispatcher.words(name)}
-        owners = sorted({repr(self.dispatcher.operation_of(name)) for name in asked if name})
-        where = f' of operation {" or ".join(owners)}' if owners else ''
+        known = {word for name in asked for word in self.catalogue.words(name)}
+        where = f' of operation {" or ".join(map(repr, sorted(operations)))}' if operations else ''
         return f'unknown backend {token!r}{where}.{nearest(token, known)}'
 
-    def lacks(self, words: Words, operations: tuple[str, ...] | None) -> Said:
-        """The words that name no backend of these operations; None: of any."""
+    def unknown_backends(self, words: Words, operations: tuple[str, ...] | None) -> Problems:
+        """Yields the words that name no backend of these operations; None: of any."""
         for place, word in words:
-            said = self.unknown(normalise(word), operations)
-            if said:
-                yield place, said
+            text = self.unknown_backend(normalise(word), operations)
+            if text:
+                yield place, text

@@ -1,4 +1,4 @@
-"""Reading the bytes of a policy file."""
+"""A policy that was read from a file, and the file's path and bytes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fla.backends.policy.policy import Policy
 
 
 def checked_path(path: object) -> str:
-    """The path of a policy file as text; `~` is the user's folder.
+    """Returns the path of a policy file as text, with `~` expanded.
 
     Raises:
-        TypeError: for something else.
+        TypeError: if it is not a path.
     """
     found = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(found, str):
@@ -23,7 +23,7 @@ def checked_path(path: object) -> str:
 
 
 def read_regular(path: str) -> bytes:
-    """The bytes of a file.
+    """Returns the bytes of a file.
 
     Raises:
         OSError: if it cannot be read, or is a pipe or a device, which might never end.
@@ -31,8 +31,32 @@ def read_regular(path: str) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, 'O_NONBLOCK', 0) | getattr(os, 'O_BINARY', 0))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, 'a policy file is a regular file, this is not', path)
+            raise OSError(errno.EINVAL, 'a policy file must be a regular file', path)
         with open(descriptor, 'rb', closefd=False) as file:
             return file.read()
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class PolicyVersion:
+    """The content of a policy file at one time.
+
+    Attributes:
+        version: number of the version in its namespace, from 1; 0 for a file that was read and never put in force.
+        sha256: hash of the bytes that were read.
+        source: the file's path.
+        time: when it was read, in seconds since the epoch.
+        policy: the policy that it states.
+    """
+
+    version: int
+    sha256: str
+    source: str
+    time: float
+    policy: Policy
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON-ready values."""
+        found = {name: getattr(self, name) for name in ('version', 'sha256', 'source', 'time')}
+        return {**found, 'policy': self.policy.to_dict()}

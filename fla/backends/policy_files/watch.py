@@ -1,13 +1,13 @@
-"""A policy file that may change while the process runs.
+"""Follows a policy file that changes while the process runs.
 
-One change of the file, from disk to calls:
-    1. its directories are watched, so that a save by `os.replace` and a swapped link (`..data` of a mounted ConfigMap) are
-       seen as well as a write in place;
-    2. the file has been quiet for `debounce` seconds: of several writes the last one counts;
-    3. read once, parsed, names checked, the user's validators asked, plans of the functions in use made;
-    4. one swap of the file layer: calls in flight finish on the code they began with;
-    5. callbacks, outside every lock.
-Whatever goes wrong before 4 leaves the policy as it was.
+A change takes this way from the disk to calls:
+    1. the operating system reports it, or a look at the content every second finds it;
+    2. the content has not changed for `debounce` seconds, so the last of several writes counts;
+    3. the file is read once and parsed, its names are checked, the validators are called, and the functions in use are
+       planned under it;
+    4. the file layer is swapped at once: calls in flight finish on the code they began with;
+    5. callbacks run, outside every lock.
+An error before step 4 leaves the policy as it was.
 """
 
 from __future__ import annotations
@@ -26,17 +26,8 @@ from fla.backends.core import logs
 from fla.backends.core.errors import DispatchError, FrozenError, error_text
 from fla.backends.core.locking import lock
 from fla.backends.policy.policy import Policy
-from fla.backends.policy_files.file_changes import (
-    STEP_MILLISECONDS,
-    Watched,
-    import_watchfiles,
-    is_content,
-    polled,
-    reported,
-    state_of,
-)
-from fla.backends.policy_files.load import read_version
-from fla.backends.policy_files.trial import require_backends
+from fla.backends.policy_files.extra import require_extra
+from fla.backends.policy_files.file_changes import is_content, polled, reported, state_of
 from fla.backends.policy_files.versions import checked_path
 from fla.backends.registry.discovery import in_forked_children
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
@@ -44,25 +35,28 @@ from fla.backends.runtime.dispatcher import Dispatcher, owner_of
 if TYPE_CHECKING:
     from fla.backends.policy.version import PolicyVersion
 
+
 _POLL_SECONDS = 1.0
+# A file that never rests is read all the same after this many debounces.
+_MAX_DEBOUNCES = 20
 
 Validator = Callable[['Policy'], object]
 Callback = Callable[['PolicyEvent'], object]
 
 
 class WatchError(DispatchError):
-    """A watcher that was stopped, belongs to another process, or has nothing to go back to."""
+    """A watcher that was stopped, belongs to another process, or has no version to go back to."""
 
 
 @dataclass(frozen=True)
 class PolicyEvent:
-    """What became of a change.
+    """The outcome of a change.
 
     Attributes:
         kind: 'reload', 'rollback' or 'error'.
         path: the watched file.
         version: the version in force afterwards, None if there is none.
-        previous: the one in force before.
+        previous: the version in force before.
         error: why nothing changed, for 'error'.
     """
 
@@ -84,29 +78,29 @@ def watch_policy(
     history: int = 16,
     dispatcher: Dispatcher | None = None,
 ) -> PolicyWatcher:
-    """Put a policy file in force, and again after each change, until `stop()`.
+    """Puts a policy file in force, and again after each change, until `stop()`.
 
     Args:
-        path: the file. It must be there and right at the start; later a bad or missing one changes nothing.
-        debounce: seconds without a further write before a change is read.
-        poll: read the file every second, or every so many seconds, in place of asking the operating system: for network file
-            systems, which do not report what other hosts write.
+        path: the file. It must exist and be valid at the start; later a bad or missing file changes nothing.
+        debounce: seconds without a further change before the file is read.
+        poll: read the file every second (True), or every `poll` seconds, instead of asking the operating system: for network
+            file systems, which do not report what other hosts write.
         validators: called with each new `Policy` before it is in force; one that raises, or returns anything but None or
             True, refuses it.
-        on_reload: called with a `PolicyEvent` after each change in force, also by `rollback()`, and when a file that was
-            bad is good again.
-        on_error: called with a `PolicyEvent` for each change that was refused, once for each state of the file.
+        on_reload: called with a `PolicyEvent` after each change in force, also by `rollback()`, and when a bad file is good
+            again.
+        on_error: called with a `PolicyEvent` for each refused change, once for each state of the file.
         history: how many versions `rollback()` can choose among, the one in force included.
         dispatcher: the namespace; default: fla's own.
 
     Returns:
-        The watcher, which is also a context manager. Its policy stays in force after it; `unload_policy()` ends that.
+        The watcher, also a context manager. Its policy stays in force after it stops; `unload_policy()` ends that.
 
     Raises:
-        PolicyFileError: if the file is not right.
+        PolicyFileError: if the file is not valid.
         OSError: if it cannot be read.
         FrozenError: while dispatch is frozen.
-        WatchError: if a file is watched for this namespace already: there is one file layer.
+        WatchError: if a file is already watched for this namespace, which has one file layer.
     """
     owner = owner_of(dispatcher)
     owner.policies.refuse_if_frozen('watch a policy file')
@@ -135,24 +129,22 @@ class PolicyWatcher:
         self._on_error = _callables('on_error', on_error)
         if isinstance(history, bool) or not isinstance(history, int) or history < 1:
             raise ValueError(f'history must be a number of versions, at least 1, got {history!r}')
-        self._most = history
+        self._max_history = history
         self._dispatcher = dispatcher
         self._history: tuple[PolicyVersion, ...] = ()
+        # held during one change, validators included; callbacks run without it
         self._turn = threading.RLock()
-        self._tickets = self._done = 0
-        # what the file held when it was last looked at, by hash or by what was wrong
-        self._seen = ''
-        self._in_error: tuple[str, str] | None = None
-        # what the file held when rollback() took it back: it does not come again because it could not be read for a moment
+        # the file's state when it was last looked at, and its content when it could last be read
+        self._seen = self._content = ''
+        # the content that rollback() took back: the file may be away for a moment without bringing it into force again
         self._taken_back = ''
-        # what the file said when it could last be read
-        self._content = ''
-        self._waits_for_thaw = False
+        # the state, type and text of the last refusal
+        self._refused: tuple[str, type[Exception], str] | None = None
         self._stopping = threading.Event()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=f'fla policy watcher {self.path}', daemon=True)
         if self._poll is None:
-            import_watchfiles()
+            require_extra('watch_policy() without poll=True', 'watchfiles')
         with lock:
             known = _watchers.get(dispatcher)
             if known is not None and known.running:
@@ -162,14 +154,15 @@ class PolicyWatcher:
                 )
             _watchers[dispatcher] = self
         try:
-            self._take()
+            if self._put_in_force()[1]:
+                dispatcher.policy_changed()
             self._thread.start()
         except BaseException:
-            self._forget()
+            self._unregister()
             raise
 
     def __repr__(self) -> str:
-        return f'<PolicyWatcher of {self.path}: {self._why_not() or "running"}>'
+        return f'<PolicyWatcher of {self.path}: {self._why_not_running() or "running"}>'
 
     def __enter__(self) -> PolicyWatcher:
         return self
@@ -179,22 +172,20 @@ class PolicyWatcher:
     ) -> None:
         self.stop()
 
-    # -- asking -------------------------------------------------------------------------------------------------------
-
     @property
     def running(self) -> bool:
-        """Whether changes are seen: not after `stop()`, and not in a forked child, which has no such thread."""
-        return self._why_not() is None
+        """Whether changes are seen: False after `stop()`, and in a forked child, which has no watcher thread."""
+        return self._why_not_running() is None
 
     def current_version(self) -> PolicyVersion | None:
-        """The version of the file layer in force, whoever put it there; None if there is none."""
-        return self._dispatcher.policies.now.file
+        """Returns the version of the file layer in force, also if another call put it there; None if there is none."""
+        return self._dispatcher.policy_version()
 
     def history(self) -> tuple[PolicyVersion, ...]:
-        """The versions that this watcher has put in force and not taken back, oldest first."""
+        """Returns the versions that this watcher has put in force and not taken back, oldest first."""
         return self._history
 
-    def _why_not(self) -> str | None:
+    def _why_not_running(self) -> str | None:
         if self._pid != os.getpid():
             return (
                 f'there is no watcher thread in this process ({os.getpid()}), which was forked from {self._pid}; '
@@ -204,39 +195,29 @@ class PolicyWatcher:
             return 'it was stopped'
         return None if self._thread.is_alive() or self._thread.ident is None else 'its thread has ended'
 
-    def _check_running(self, what: str) -> None:
-        why = self._why_not()
+    def _check_running(self, action: str) -> None:
+        why = self._why_not_running()
         if why is not None:
-            raise WatchError(f'cannot {what} {self.path}: {why}')
-
-    # -- acting -------------------------------------------------------------------------------------------------------
+            raise WatchError(f'cannot {action} {self.path}: {why}')
 
     def reload(self) -> PolicyVersion:
-        """Read the file now, whether it has changed or not, and put it in force. Callbacks run in this thread.
+        """Reads the file now, whether it has changed or not, and puts it in force. Callbacks run in this thread.
 
         Raises:
-            Whatever refused the file, after `on_error`; the policy is then as it was.
+            Exception: the error that refused the file, after `on_error`; the policy is then as it was.
             WatchError: after `stop()`, and in a forked child.
         """
         self._check_running('reload')
-        previous = self.current_version()
-        state = state_of(self.path)
-        try:
-            made = self._take()
-        except Exception as error:
-            self._seen = state
-            self._refused(error, state)
-            raise
-        if made is None:
-            return self._history[-1]
-        self._tell('reload', made, previous)
+        made = self._take(state_of(self.path))
+        if isinstance(made, Exception):
+            raise made
         return made
 
     def rollback(self, to: int | None = None) -> PolicyVersion:
-        """Put an earlier version in force again.
+        """Puts an earlier version in force again.
 
-        The versions after it leave `history()`, so that a further `rollback()` goes further back. The file is not touched
-        and still says what was taken back: it is read again when its content changes, or on `reload()`.
+        Later versions leave `history()`, so that a second `rollback()` goes further back. The file is not touched and still
+        holds what was taken back: it is read again when its content changes, or on `reload()`.
 
         Args:
             to: the number of a version in `history()`. Default: the one before.
@@ -251,27 +232,24 @@ class PolicyWatcher:
         with self._turn:
             previous = self.current_version()
             past = self._history
-            if past and previous == past[-1]:
-                past = past[:-1]  # else somebody else's load_policy() came since, and that is what is taken back
+            if previous == past[-1]:  # else a later load_policy() is in force, and this takes that back
+                past = past[:-1]
             if to is not None:
                 past = tuple(version for version in past if version.version <= to)
             if not past or to not in (None, past[-1].version):
                 known = ', '.join(str(version.version) for version in self._history[:-1]) or 'none'
-                what = 'the version before' if to is None else f'version {to!r}'
-                raise WatchError(f'cannot roll back {self.path} to {what}: the earlier versions kept are {known}')
-            _, is_other = self._dispatcher.policies.swap_file(past[-1])
-            self._taken_back = self._content
-            self._history = past
-            self._tickets += 1
-            self._done = self._tickets  # what is being read at this moment was asked for before
-        if is_other:
-            self._dispatcher.policies.policy_changed()
+                wanted = 'the version before' if to is None else f'version {to!r}'
+                raise WatchError(f'cannot roll back {self.path} to {wanted}: the earlier versions kept are {known}')
+            _, has_changed = self._dispatcher.swap_file_policy(past[-1])
+            self._taken_back, self._history = self._content, past
+        if has_changed:
+            self._dispatcher.policy_changed()
         logs.logger.info('policy %s: back to version %d (%s)', self.path, past[-1].version, past[-1].sha256[:12])
-        self._tell('rollback', past[-1], previous)
+        self._notify(PolicyEvent('rollback', self.path, past[-1], previous))
         return past[-1]
 
     def stop(self, timeout: float | None = None) -> None:
-        """Stop watching and wait for the thread; the policy stays in force. Called again, or in a forked child, it does
+        """Stops watching and waits for the thread; the policy stays in force. Called again, or in a forked child, it does
         nothing; called by a callback, it does not wait.
 
         Raises:
@@ -284,90 +262,63 @@ class PolicyWatcher:
                 raise WatchError(
                     f'the watcher of {self.path} has not ended after {timeout} s: a callback or validator does not return'
                 )
-        self._forget()
+        self._unregister()
 
-    def _forget(self) -> None:
+    def _unregister(self) -> None:
         with lock:
             if _watchers.get(self._dispatcher) is self:
                 del _watchers[self._dispatcher]
 
     # -- one change ---------------------------------------------------------------------------------------------------
 
-    def _take(self) -> PolicyVersion | None:
-        """Read, check and put in force what the file says now. Foreign code runs outside the lock, so of two threads that
-        are here at once, the one that began to read later decides; None for the other."""
-        with self._turn:
-            self._tickets += 1
-            ticket = self._tickets
-        self._dispatcher.policies.refuse_if_frozen(f'reload {self.path}')
-        made = read_version(self.path, self._dispatcher)
+    def _put_in_force(self) -> tuple[PolicyVersion, bool]:
+        """Reads and checks the file, and swaps it in; returns its version and whether the policy is another one now."""
+        self._dispatcher.refuse_if_frozen(f'reload {self.path}')
+        made = self._dispatcher.read_policy_version(self.path)
         for validator in self._validators:
             try:
                 answer = validator(made.policy)
-            except SystemExit as error:  # a thread would end without a word
+            except SystemExit as error:  # would end the watcher's thread silently
                 raise ValueError(
                     f'validator {_name_of(validator)} refuses {self.path}: it exits with {error.code!r}'
                 ) from error
             if answer is not None and answer is not True:
                 raise ValueError(f'validator {_name_of(validator)} refuses {self.path}: {answer!r}')
-        require_backends(self._dispatcher, self._dispatcher.policies.state_with_file(made.policy, self.path), self.path)
-        with self._turn:
-            if ticket < self._done:
-                return None
-            now, is_other = self.current_version(), False
-            if now is not None and self._history and now == self._history[-1] and now.sha256 == made.sha256:
-                made = now  # read again, and still the same
-            else:
-                made, is_other = self._dispatcher.policies.swap_file(made)
-                self._history = (*self._history, made)[-self._most :]
-            self._done, self._seen, self._content = ticket, made.sha256, made.sha256
-            self._in_error, self._taken_back, self._waits_for_thaw = None, '', False
-        if is_other:
-            self._dispatcher.policies.policy_changed()
-        logs.logger.info('policy %s: version %d (%s) in force', self.path, made.version, made.sha256[:12])
-        return made
-
-    def _look(self) -> None:
-        """Take what the file holds, if that is not what it held before."""
-        state = state_of(self.path)
-        if state == self._seen and not (self._waits_for_thaw and self._dispatcher.policies.frozen is None):
-            return
-        previous = self.current_version()
-        was_bad = self._in_error is not None
-        in_force = self._history[-1].sha256 if self._history and previous == self._history[-1] else ''
-        if is_content(state):
-            if state != self._content:
-                self._taken_back = ''
-            self._content = state
-        if state in (in_force, self._taken_back):
-            self._seen, self._in_error, self._waits_for_thaw = state, None, False
-            if was_bad and state == in_force:
-                self._tell('reload', previous, previous)
-            return
-        self._seen, self._waits_for_thaw = state, False
-        try:
-            made = self._take()
-        except Exception as error:
-            self._refused(error, state)
+        self._dispatcher.try_policy(made.policy, self.path)
+        now, has_changed = self.current_version(), False
+        if now is not None and self._history[-1:] == (now,) and now.sha256 == made.sha256:
+            made = now  # a second reading of the same content makes no version
         else:
-            if made is not None:
-                self._tell('reload', made, previous)
+            made, has_changed = self._dispatcher.swap_file_policy(made)
+            self._history = (*self._history, made)[-self._max_history :]
+        self._seen = self._content = made.sha256
+        self._taken_back, self._refused = '', None
+        logs.logger.info('policy %s: version %d (%s) in force', self.path, made.version, made.sha256[:12])
+        return made, has_changed
 
-    def _refused(self, error: Exception, state: str) -> None:
-        self._waits_for_thaw = isinstance(error, FrozenError)
-        text = error_text(error)
-        if state and self._in_error == (state, text):
-            return  # said already
-        self._in_error = (state, text)
-        logs.logger.error('policy %s: not reloaded, nothing is changed. %s', self.path, text)
-        now = self.current_version()
-        self._tell('error', now, now, error)
+    def _take(self, state: str) -> PolicyVersion | Exception:
+        """Puts the file in force and notifies the callbacks; returns its version, or the error that refused it."""
+        with self._turn:
+            previous = self.current_version()
+            self._seen = state
+            try:
+                made, has_changed = self._put_in_force()
+            except Exception as error:
+                known, self._refused = self._refused, (state, type(error), error_text(error))
+                event, has_changed = PolicyEvent('error', self.path, previous, previous, error), False
+                is_news = self._refused != known
+            else:
+                event, is_news = PolicyEvent('reload', self.path, made, previous), True
+        if has_changed:
+            self._dispatcher.policy_changed()
+        if event.error is not None and is_news:
+            logs.logger.error('policy %s: not reloaded, nothing is changed. %s', self.path, error_text(event.error))
+        if is_news:
+            self._notify(event)
+        return event.error or made
 
-    def _tell(
-        self, kind: str, version: PolicyVersion | None, previous: PolicyVersion | None, error: Exception | None = None
-    ) -> None:
-        event = PolicyEvent(kind, self.path, version, previous, error)
-        for callback in self._on_error if kind == 'error' else self._on_reload:
+    def _notify(self, event: PolicyEvent) -> None:
+        for callback in self._on_error if event.kind == 'error' else self._on_reload:
             try:
                 callback(event)
             except (Exception, SystemExit):
@@ -377,13 +328,11 @@ class PolicyWatcher:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            wakeups = reported(self.path, self._stopping) if self._poll is None else polled(self._poll, self._stopping)
             try:
-                for _ in reported(self._watched()) if self._poll is None else polled(self._watched(), self._poll):
-                    self._look_and_live()
-            except FileNotFoundError:
-                self._stopping.wait(STEP_MILLISECONDS / 1000)  # a directory has just gone
-            except Exception as error:
-                # no inotify instances left, say
+                for _ in wakeups:
+                    self._look_safely()
+            except Exception as error:  # no inotify instances left, for example
                 logs.logger.warning(
                     'policy %s: the operating system does not report changes (%s); the file is read every %g s instead',
                     self.path,
@@ -392,20 +341,47 @@ class PolicyWatcher:
                 )
                 self._poll = _POLL_SECONDS
 
-    def _watched(self) -> Watched:
-        return Watched(
-            self.path,
-            self._debounce,
-            self._stopping,
-            seen=lambda: self._seen,
-            look_again=lambda: self._in_error or self._waits_for_thaw,
-        )
-
-    def _look_and_live(self) -> None:
+    def _look_safely(self) -> None:
         try:
             self._look()
-        except BaseException:  # nobody else hears of it, and the next change is to be seen
+        except BaseException:  # the thread must live to see the next change
             logs.logger.exception('policy %s: the watcher goes on after an error of its own', self.path)
+
+    def _look(self) -> None:
+        """Takes the file if its content is new and has settled."""
+        state = self._settled_state()
+        if state is None or (state == self._seen and not self._is_thawed()):
+            return
+        with self._turn:
+            now = self.current_version()
+            in_force = now.sha256 if now is not None and self._history[-1:] == (now,) else ''
+            if is_content(state) and state != self._content:
+                self._content, self._taken_back = state, ''
+            is_known = state in (in_force, self._taken_back)
+            was_refused = self._refused is not None
+            if is_known:
+                self._seen, self._refused = state, None
+        if not is_known:
+            self._take(state)
+        elif was_refused and state == in_force:
+            self._notify(PolicyEvent('reload', self.path, now, now))
+
+    def _settled_state(self) -> str | None:
+        """Returns the file's state when that has not changed for `debounce` seconds; None if watching ends."""
+        state = state_of(self.path)
+        for _ in range(_MAX_DEBOUNCES):
+            if state == self._seen:
+                break
+            if self._stopping.wait(self._debounce):
+                return None
+            before, state = state, state_of(self.path)
+            if state == before:
+                break
+        return state
+
+    def _is_thawed(self) -> bool:
+        """Returns whether the file was refused while dispatch was frozen, and dispatch is no longer frozen."""
+        return self._refused is not None and self._refused[1] is FrozenError and self._dispatcher.frozen is None
 
     def _after_fork_in_child(self) -> None:
         self._turn = threading.RLock()
@@ -432,11 +408,11 @@ def _name_of(function: object) -> str:
     return str(getattr(function, '__qualname__', None) or repr(function))
 
 
-_watchers: weakref.WeakKeyDictionary[Any, PolicyWatcher] = weakref.WeakKeyDictionary()
+_watchers: weakref.WeakKeyDictionary[Dispatcher, PolicyWatcher] = weakref.WeakKeyDictionary()
 
 
 def stop_watching(dispatcher: Dispatcher) -> None:
-    """Stop the watcher of a namespace, if there is one."""
+    """Stops the watcher of a namespace, if there is one."""
     watcher = _watchers.get(dispatcher)
     if watcher is not None:
         watcher.stop()
@@ -448,10 +424,10 @@ def _in_child() -> None:
 
 
 def _at_exit() -> None:
-    """A thread inside watchfiles must not meet an interpreter that is being taken down."""
+    """A thread inside watchfiles must not outlive the interpreter."""
     for watcher in list(_watchers.values()):
         watcher._stopping.set()
-        if watcher.running or watcher._thread.is_alive():
+        if watcher._thread.is_alive():
             watcher._thread.join(1.0)
 
 

@@ -1,5 +1,5 @@
-"""Steps that all ranks of a process group take together: an error on one is an error on all, so that nobody waits for what
-never comes and nobody goes on alone."""
+"""Steps that all ranks of a process group take together. An error on one rank raises on all, so that none waits for the
+others or goes on alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Ranks:
 
     Args:
         group: a process group, None for no group.
-        error: what is raised where another rank failed.
+        error: the type that is raised if another rank failed.
 
     Raises:
-        ValueError: for a group that this process is no rank of.
+        ValueError: if this process is not a rank of the group.
     """
 
     def __init__(self, group: Any, error: type[DispatchError]) -> None:
@@ -31,43 +31,28 @@ class Ranks:
             if self.own < 0:
                 raise ValueError('group must be one that this process is a rank of')
 
-    def all_do(self, what: str, step: Callable[[], T]) -> T:
-        """Every rank takes this step; its own result."""
+    def run(self, action: str, step: Callable[[], T], first_only: bool = False) -> T:
+        """Runs a step on every rank and returns each rank's result; or on the first rank and returns its result on all."""
         if self.group is None:
             return step()
         import torch.distributed as dist
 
-        failed, result = _outcome(step)
-        told: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(told, None if failed is None else plain_text(failed), group=self.group)
-        self._raise(what, failed, told)
-        return cast('T', result)
-
-    def first_does(self, what: str, step: Callable[[], T]) -> T:
-        """The first rank takes this step; its result on all."""
-        if self.group is None:
-            return step()
-        import torch.distributed as dist
-
-        failed, result = _outcome(step) if self.own == 0 else (None, None)
-        box = [None if failed is None else plain_text(failed), result]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
-        self._raise(what, failed, box[:1])
-        return cast('T', box[1])
-
-    def _raise(self, what: str, failed: BaseException | None, told: list[Any]) -> None:
-        if failed is not None:
+        error: BaseException | None = None
+        result: T | None = None
+        if self.own == 0 or not first_only:
             try:
-                raise failed
+                result = step()
+            except BaseException as caught:  # an interrupt, too: the other ranks must learn of it
+                error = caught
+        outcomes: list[Any] = [None] * dist.get_world_size(self.group)
+        own = None if error is None else plain_text(error), result if first_only else None
+        dist.all_gather_object(outcomes, own, group=self.group)
+        if error is not None:
+            try:
+                raise error
             finally:
-                failed = None  # its traceback holds this frame, and that the group, which would outlive its destruction
-        for rank, text in enumerate(told):
+                error = None  # its traceback holds this frame, and that the group, which would outlive its destruction
+        for rank, (text, _) in enumerate(outcomes):
             if text is not None:
-                raise self.error(f'rank {rank} could not {what}: {text}')
-
-
-def _outcome(step: Callable[[], T]) -> tuple[BaseException | None, T | None]:
-    try:
-        return None, step()
-    except BaseException as error:  # an interrupt, too: the other ranks have to learn of it
-        return error, None
+                raise self.error(f'rank {rank} could not {action}: {text}')
+        return cast('T', outcomes[0][1] if first_only else result)

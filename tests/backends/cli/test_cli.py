@@ -1,4 +1,4 @@
-"""The command line: what each command says, and its exit code."""
+"""The command line: the output of each command, and its exit code."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from tests.backends.toy import Toy
 
 @pytest.fixture
 def toy():
-    """An operation in fla's own namespace with one backend, as long as the test runs."""
+    """An operation with one backend in fla's own namespace, for the duration of the test."""
     made = Toy()
     made.add('mine', env_var='FLA_TOY_MINE', priority=7)
     yield made
@@ -49,7 +49,7 @@ def test_exit_codes_of_the_process(tmp_path, source, code, out, err):
     assert 'Traceback' not in done.stderr
 
 
-def test_a_reader_that_stops_early_is_no_error(tmp_path):
+def test_a_closed_pipe_is_not_an_error(tmp_path):
     (tmp_path / 'x.py').write_text('def f_verifier(q):\n    return True\n' * 2000)
     command = f'"{sys.executable}" -m fla.backends lint x.py | head -n 1; exit "${{PIPESTATUS[0]}}"'
     done = subprocess.run(['bash', '-c', command], cwd=tmp_path, capture_output=True, text=True, env=_environment())
@@ -158,7 +158,7 @@ def test_env(toy, monkeypatch, capsys):
     assert lines['FLA_TOY_OFF'] == f'each call (unset) boolean: switches {toy.op}.off (unset: off)'
 
 
-def test_env_warns_of_what_nobody_reads(monkeypatch, caplog):
+def test_env_warns_of_unknown_variables(monkeypatch, caplog):
     monkeypatch.setenv('FLA_STRIKT', '1')
     assert main(['env']) == 0
     assert "FLA_STRIKT is set, but nothing reads it. Did you mean 'FLA_STRICT'?" in caplog.text
@@ -177,7 +177,7 @@ def test_manifest(toy, tmp_path, capsys):
 
 
 def test_policy_files_are_checked(toy, tmp_path, capsys, monkeypatch):
-    pytest.importorskip('yaml')
+    pytest.importorskip('ruamel.yaml')
     pytest.importorskip('pydantic')
     good, bad = tmp_path / 'good.yaml', tmp_path / 'bad.yaml'
     good.write_text('prefer: mine')
@@ -230,8 +230,8 @@ def test_commands_need_dispatch(monkeypatch, capsys):
     assert main(['env']) == 0
 
 
-def test_commands_look_only(toy):
-    """They change neither policy nor registries, and work while dispatch is frozen."""
+def test_commands_change_nothing(toy):
+    """Policy and registries stay as they are, and commands work while dispatch is frozen."""
     set_policy(Policy(prefer=('mine',)))
     before = default_dispatcher().policies.state.layers
     freeze_dispatch()

@@ -1,4 +1,4 @@
-"""The lint: each rule finds what it is for, at its line, and nothing else.
+"""The lint: each rule finds its mistakes, at their lines, and nothing else.
 
 In the sources below, a line that ends in `#! rule rule` must get findings of exactly those rules; all other lines none.
 """
@@ -10,7 +10,8 @@ import pytest
 
 from fla.backends import BaseBackend, UnknownNameError, dispatch
 from fla.backends.backend.untraceable import COMPILED, findings
-from fla.backends.lint import REGISTRY_RULES, RULES, SOURCE_RULES, run
+from fla.backends.lint import REGISTRY_RULES, RULES, SOURCE_RULES
+from fla.backends.lint.linter import run
 from fla.backends.observe.describe import describe
 
 HEAD = 'from fla.backends import BackendRegistry, BaseBackend, dispatch\n'
@@ -27,7 +28,7 @@ def found(targets):
 
 @pytest.fixture
 def check(tmp_path):
-    """Lint a source as a file, and compare with its marks."""
+    """Lints a source as a file and compares the findings with its marks."""
 
     def check(source, name='some.py'):
         file = tmp_path / name
@@ -42,7 +43,7 @@ def check(tmp_path):
 
 @pytest.fixture
 def check_verifier(check):
-    """Lint a backend with a verifier of the given body, with `return True, None` added."""
+    """Lints a backend whose verifier has the given body and then `return True, None`."""
 
     def check_verifier(body, head='', attributes=''):
         lines = [
@@ -62,10 +63,10 @@ def check_verifier(check):
 
 
 def test_every_rule_is_tested():
-    """So that a new rule gets its test: each is the mark of some source here."""
+    """Each rule marks a line of some source here, so a new rule needs a test."""
     with open(__file__, encoding='utf-8') as stream:
         marked = {rule.strip('",)\'') for line in stream for rule in line.partition('#! ')[2].split()}
-    assert set(RULES) - marked == {'syntax'}, 'that one marks no line; it has test_syntax'
+    assert set(RULES) - marked == {'syntax'}, 'syntax marks no line; test_syntax covers it'
     assert not set(SOURCE_RULES) & set(REGISTRY_RULES)
 
 
@@ -115,7 +116,7 @@ def test_a_clean_backend(check):
 
 @pytest.mark.parametrize('name', COMPILED)
 def test_untraceable_agrees_with_the_framework(check_verifier, name):
-    """The lint reads source and the framework bytecode: what makes it skip a backend in compiled code is a finding."""
+    """The lint reads source, the framework bytecode: both report the same."""
     body = f'helper = q.{name}  #! untraceable'
     problem = check_verifier(body)[0].problem
     made = {}
@@ -331,7 +332,7 @@ def test_verdict(check):
     )
 
 
-def test_helpers_are_looked_into(check):
+def test_helpers_are_checked(check):
     found = check(
         """
         def _module_helper(q):
@@ -465,7 +466,7 @@ def test_ignored_argument(check):
     )
 
 
-def test_ignored_argument_needs_to_see_the_verifier(check):
+def test_ignored_argument_needs_every_base(check):
     check(
         """
         from elsewhere import Verifiers
@@ -533,7 +534,7 @@ def test_allowances(check):
         ('allow block-pointer', 'gives no reason'),
         ('allow block-pointer because', 'gives no reason'),
         ('allow', 'names no rule'),
-        ('allow block-ponter because of me', "no rule 'block-ponter'. Did you mean 'block-pointer'?"),
+        ('allow block-ponter because of me', "unknown rule 'block-ponter'. Did you mean 'block-pointer'?"),
         ('allow verdict because of me', 'verdict is not broken here'),
     ],
 )
@@ -554,7 +555,7 @@ def test_an_allowance_of_a_registry_rule_may_be_idle(tmp_path):
 
 @pytest.fixture
 def check_package(library):
-    """Lint the library as a package; what it finds must be what the marks in its files say."""
+    """Lints the library as a package and compares the findings with the marks in its files."""
 
     def check_package(backends=None, operation='op'):
         if backends is not None:
@@ -589,7 +590,7 @@ def test_a_clean_package(check_package, library):
         registry.register('{library.name}.vendor:C')
         """
     )
-    assert 'package_that_nobody_has' in describe(library.dispatcher), 'it is out, and that is no mistake'
+    assert 'package_that_nobody_has' in describe(library.dispatcher), 'unavailable, which is not a mistake'
 
 
 def test_import_of_a_module(check_package, library):
@@ -662,7 +663,7 @@ def test_drift_of_a_default_verifier(check_package, library):
     check_package()
 
 
-def test_methods_without_a_partner(check_package):
+def test_methods_without_a_function(check_package):
     found = check_package(
         """
         class B(BaseBackend):
@@ -745,7 +746,7 @@ def test_unreachable_behind_the_default(check_package, library):
     assert "'default' stands before it" in found[0].problem
 
 
-def test_a_reference_behind_the_default_is_there_to_be_asked_for(check_package):
+def test_a_reference_behind_the_default_is_fine(check_package):
     source = UNREACHABLE.format(facts="def f_verifier(self): return False, 'no'", mark='')
     check_package(source.replace('priority = 2', "kind = 'reference'").replace("'b'", "'reference'"))
 
@@ -785,8 +786,8 @@ def test_toggles(check_package, library):
     )
 
 
-def test_a_plugin_of_somebody_elses_operation(library):
-    """A package is told of its own backends in fla's registries, and of nobody else's."""
+def test_a_plugin_gets_findings_of_its_own_backends_only(library):
+    """The plugin's backends stand in fla's registries beside others."""
 
     @dispatch('plugged')
     def f(x=None):
@@ -835,7 +836,7 @@ def test_targets(tmp_path, library):
         run(['nowhere'])
 
 
-def test_hidden_folders_are_left_out(tmp_path):
+def test_hidden_directories_are_skipped(tmp_path):
     (tmp_path / '.venv').mkdir()
     (tmp_path / '.venv' / 'x.py').write_text('def f_verifier():\n    return True\n')
     assert run([str(tmp_path)]) == []
@@ -843,8 +844,8 @@ def test_hidden_folders_are_left_out(tmp_path):
     assert [f.rule for f in run([str(tmp_path)])] == ['verdict']
 
 
-def test_findings_can_be_read():
-    """`file:line: rule: problem; remedy`, the file as the user would name it."""
+def test_findings_name_file_line_rule_and_remedy():
+    """The file is relative to the working directory."""
     from pathlib import Path
 
     from fla.backends.lint import Finding

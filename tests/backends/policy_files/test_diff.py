@@ -1,4 +1,4 @@
-"""`diff_policy`: which recorded calls another policy decides otherwise."""
+"""`diff_policy`: the recorded calls that another policy decides differently."""
 
 from collections import Counter
 
@@ -34,7 +34,7 @@ def recorded(tmp_path):
     return toy, calls
 
 
-def test_decisions_that_change(tmp_path):
+def test_changed_decisions_are_listed(tmp_path):
     toy, calls = recorded(tmp_path)
     new = Policy(rules=(Rule(toy.op, 'b', 'flag and q.shape[1] > 8', place='new.yaml:3'),))
     for given in (calls, calls.to_json(), tmp_path / 'calls.json', str(tmp_path / 'calls.json'), list(calls)):
@@ -46,8 +46,8 @@ def test_decisions_that_change(tmp_path):
     assert toy.ran(LONG, LONG, flag=True) == 'a'
 
 
-def test_files_take_the_place_of_the_one_in_force(tmp_path):
-    pytest.importorskip('yaml')
+def test_compared_files_replace_the_one_in_force(tmp_path):
+    pytest.importorskip('ruamel.yaml')
     pytest.importorskip('pydantic')
     _, calls = recorded(tmp_path)
     one, other = tmp_path / 'one.yaml', tmp_path / 'other.yaml'
@@ -60,7 +60,7 @@ def test_files_take_the_place_of_the_one_in_force(tmp_path):
     assert default_dispatcher().policies.now.file is version
 
 
-def test_a_call_that_cannot_be_judged_says_so():
+def test_a_call_without_arguments_is_not_judged():
     toy = Toy()
     record = {'function': f'{toy.op}.f', 'backend': 'a', 'tensors': {}, 'flags': {}, 'compiled': False}
     (change,) = diff_policy(None, None, [record])
@@ -68,8 +68,8 @@ def test_a_call_that_cannot_be_judged_says_so():
     assert diff_policy(None, None, [{**record, 'compiled': True}]) == []
 
 
-class Told:
-    """Backends that tell calls apart by what no shape shows, and a call of each kind."""
+class Kinds:
+    """Backends that differ in what no shape shows, and a call of each kind."""
 
     def __init__(self, **options):
         toy = self.toy = Toy(**options)
@@ -86,13 +86,13 @@ class Told:
 
 @pytest.mark.parametrize('name', ['plain', 'inference', 'dense', 'scaled'])
 @pytest.mark.parametrize('with_grad', [True, False])
-def test_what_is_predicted_is_what_another_policy_does(tmp_path, name, with_grad):
-    told = Told()
+def test_predictions_match_calls_under_the_other_policy(tmp_path, name, with_grad):
+    kinds = Kinds()
     new = Policy(prefer=name)
     with torch.set_grad_enabled(with_grad), trace() as calls:
-        before = [told.toy.ran(*call) for call in told.calls()]
+        before = [kinds.toy.ran(*call) for call in kinds.calls()]
     with torch.set_grad_enabled(with_grad), policy_context(new):
-        after = [told.toy.ran(*call) for call in told.calls()]
+        after = [kinds.toy.ran(*call) for call in kinds.calls()]
     expected = Counter((old, now) for old, now in zip(before, after, strict=True) if old != now)
     for given in (calls, calls.to_json()):
         found = Counter()
@@ -124,7 +124,7 @@ class Half(BaseBackend):
         return q * 0 + 1
 
 
-def test_arguments_that_are_no_tensors_are_kept_or_named():
+def test_other_arguments_are_recorded_or_named_as_lost():
     BackendRegistry('toy_of_more').register(Half())
     with policy_context(Policy(deny='half')), trace() as calls:
         more(SHORT)
@@ -144,7 +144,7 @@ def test_arguments_that_are_no_tensors_are_kept_or_named():
 
 
 @pytest.mark.filterwarnings('ignore:.*prototype')
-def test_tensors_that_no_shape_describes_are_named(tmp_path):
+def test_tensors_that_no_shape_describes_are_lost(tmp_path):
     toy = Toy()
     sparse = torch.eye(2).to_sparse()
     for layout in (torch.strided, torch.jagged):
@@ -165,7 +165,7 @@ def test_tensors_that_no_shape_describes_are_named(tmp_path):
         assert change.problem == 'the record has no value of k'
 
 
-def test_a_check_or_verifier_that_looks_at_values_cannot_be_judged():
+def test_checks_that_read_values_are_not_judged():
     toy = Toy()
     toy.add('a', accepts=lambda self, q: (bool(q.sum() >= 0), 'negative'))
     checked = Toy(check=lambda q: q.sum().item())
@@ -178,7 +178,7 @@ def test_a_check_or_verifier_that_looks_at_values_cannot_be_judged():
     assert 'DataDependent' in second.problem
 
 
-def test_a_trace_knows_its_namespace():
+def test_the_namespace_comes_from_the_trace():
     mine = Dispatcher('nowhere.ops', 'NOWHERE')
     toy = Toy(dispatcher=mine)
     toy.add('a')
@@ -190,6 +190,7 @@ def test_a_trace_knows_its_namespace():
         diff_policy(None, Policy(strict=True), list(calls))
 
 
+CALL = {'function': 'x.f', 'backend': 'a'}
 TENSOR = {'dtype': 'float32', 'shape': [2, 3], 'device': 'cpu'}
 
 
@@ -200,37 +201,49 @@ TENSOR = {'dtype': 'float32', 'shape': [2, 3], 'device': 'cpu'}
         ('{}', 'this has nothing'),
         (b'{"a": 1}', "this has 'a'"),
         ('{"records": 3}', 'calls is a trace'),
-        ('{bad', 'calls is no JSON'),
-        ('[' * 100_000, 'calls is no JSON'),
+        ('{bad', 'calls is not JSON'),
+        ('[' * 100_000, 'calls is not JSON'),
         ([3], r'calls\[0\] is 3'),
-        ([{}], r'calls\[0\].function is None; it has to be a name'),
-        ([{'function': 'x.f'}], 'backend is None'),
-        ([{'tensors': 3}], 'tensors is 3'),
-        ([{'tensors': {'q': {**TENSOR, 'dtype': 'float99'}}}], "tensors.q.dtype is 'float99'; .* name of a dtype"),
-        ([{'tensors': {'q': {**TENSOR, 'shape': [-1]}}}], r'tensors.q.shape is \[-1\]'),
-        ([{'tensors': {'q': {**TENSOR, 'shape': [True]}}}], r'tensors.q.shape is \[True\]'),
-        ([{'tensors': {'q': {**TENSOR, 'device': 'nowhere'}}}], 'tensors.q.device'),
-        ([{'tensors': {'q': {'dtype': 'float32'}}}], 'a mapping of dtype, shape and device'),
-        ([{'tensors': {'q': TENSOR}, 'strides': {'q': [1]}}], 'strides.q'),
-        ([{'tensors': {'q': {**TENSOR, 'dtype': 'int32'}}, 'requires_grad': ['q']}], 'requires_grad'),
-        ([{'function': 'x.f', 'backend': 'a', 'flags': {'n': [1]}}], r'flags.n is \[1\]'),
-        ([{'function': 'x.f', 'backend': 'a', 'compiled': 1}], 'compiled is 1'),
-        ([{'function': 'x.f', 'backend': 'a', 'lost': 'q'}], "lost is 'q'"),
-        ([{'function': 'x.f', 'backend': 'a', 'flag': {}}], "unknown key 'flag'"),
+        ([{}], r'calls\[0\]\.function is missing'),
+        ([{'function': 'x.f', 'backend': ''}], 'backend: string should have at least 1 character'),
+        ([{'tensors': 3}], 'tensors must be a mapping, got 3'),
+        (
+            [{'tensors': {'q': {**TENSOR, 'dtype': 'float99'}}}],
+            "tensors.q.dtype: must be the name of a dtype .* got 'float99'",
+        ),
+        (
+            [{'tensors': {'q': {**TENSOR, 'shape': [-1]}}}],
+            r'tensors\.q\.shape\.0: input should be greater than or equal to 0, got -1',
+        ),
+        (
+            [{'tensors': {'q': {**TENSOR, 'shape': [True]}}}],
+            r'tensors\.q\.shape\.0: input should be a valid integer, got True',
+        ),
+        ([{'tensors': {'q': {**TENSOR, 'device': 'nowhere'}}}], "tensors.q.device: must be a device .* got 'nowhere'"),
+        ([{'tensors': {'q': {'dtype': 'float32'}}}], 'tensors.q.shape is missing; .*tensors.q.device is missing'),
+        ([{'tensors': {'q': TENSOR}, 'strides': {'q': [1]}, **CALL}], 'strides.q must have one number for each dimension'),
+        (
+            [{'tensors': {'q': {**TENSOR, 'dtype': 'int32'}}, 'requires_grad': ['q'], **CALL}],
+            'requires_grad must name floating',
+        ),
+        ([{'flags': {'n': [1]}, **CALL}], r'flags\.n: must be a number, true, false, .* got \[1\]'),
+        ([{'compiled': 1, **CALL}], 'compiled: input should be a valid boolean, got 1'),
+        ([{'lost': 'q', **CALL}], "lost: input should be a valid tuple, got 'q'"),
+        ([{'flag': {}, **CALL}], "unknown key 'flag'. Did you mean 'flags'"),
     ],
 )
-def test_calls_that_are_none(calls, words):
+def test_malformed_calls_are_refused(calls, words):
     with pytest.raises((TypeError, ValueError), match=words):
         diff_policy(None, None, calls)
 
 
-def test_a_file_may_be_named_like_a_list(tmp_path, monkeypatch):
+def test_a_file_name_may_look_like_json(tmp_path, monkeypatch):
     _, calls = recorded(tmp_path)
     monkeypatch.chdir(tmp_path)
     calls.to_json('[x].json')
     assert diff_policy(None, None, '[x].json') == []
 
 
-def test_policies_that_are_none():
+def test_a_policy_of_another_type_is_refused():
     with pytest.raises(TypeError, match='new must be a Policy, the path of a policy file, or None; got 3'):
         diff_policy(None, 3, [])

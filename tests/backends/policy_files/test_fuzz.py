@@ -1,5 +1,6 @@
-"""More than 1,000 different policy files, made up: each loads or gives errors, and one that gives errors changes nothing."""
+"""More than 1,000 random policy files: each one loads or gives errors, and a file with errors changes nothing."""
 
+import io
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from fla.backends import PolicyFileError, default_dispatcher, explain, load_policy, read_policy
 from tests.backends.toy import Toy
 
-yaml = pytest.importorskip('yaml')
+YAML = pytest.importorskip('ruamel.yaml').YAML
 pytest.importorskip('pydantic')
 
 Q = torch.zeros(2, 8)
@@ -85,6 +86,14 @@ def case(tmp_path):
     return tmp_path / 'policy.yaml'
 
 
+def as_yaml(content):
+    stream = io.BytesIO()
+    yaml = YAML(typ='safe', pure=True)
+    yaml.default_flow_style = False
+    yaml.dump(content, stream)
+    return stream.getvalue().decode()
+
+
 def made_toy():
     toy = Toy()
     toy.add('a', priority=1)
@@ -93,7 +102,7 @@ def made_toy():
 
 
 def fuzz(path, text, toy):
-    """Whether the file was put in force."""
+    """Loads a file and checks the outcome; returns whether it is in force."""
     path.write_bytes(text.replace(b'OP', toy.op.encode()))
     before = default_dispatcher().policies.now.file, explain(toy.f, Q, Q)
     errors = None
@@ -117,7 +126,7 @@ SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), data
 
 
 def files(most, texts, check):
-    """Check so many made-up files. Returns the different ones that loaded, and those that were refused."""
+    """Checks random files; returns the distinct ones that loaded, and those that were refused."""
     found = {True: set(), False: set()}
 
     @settings(SETTINGS, max_examples=most)
@@ -129,21 +138,21 @@ def files(most, texts, check):
     return found[True], found[False]
 
 
-def test_structures(case):
-    """Right and wrong keys, values and names, in any mixture."""
-    loaded, refused = files(600, MADE.map(yaml.safe_dump).map(str.encode), lambda text: fuzz(case, text, made_toy()))
+def test_random_structures_load_or_give_errors(case):
+    """Valid and invalid keys, values and names, in any mixture."""
+    loaded, refused = files(600, MADE.map(as_yaml).map(str.encode), lambda text: fuzz(case, text, made_toy()))
     assert len(loaded) > 10
     assert len(loaded) + len(refused) > 500
 
 
-def test_valid_files_load(case):
-    texts = st.tuples(GOOD, st.sampled_from([json.dumps, yaml.safe_dump])).map(lambda made: made[1](made[0]).encode())
+def test_random_valid_files_load(case):
+    texts = st.tuples(GOOD, st.sampled_from([json.dumps, as_yaml])).map(lambda made: made[1](made[0]).encode())
     loaded, refused = files(600, texts, lambda text: fuzz(case, text, made_toy()))
     assert not refused
     assert len(loaded) > 500
 
 
-def test_bytes(case):
+def test_random_bytes_load_or_give_errors(case):
     texts = st.binary(max_size=60) | st.text(alphabet='{}[]:-&*!|>"\'#%@,?\n abprefer0', max_size=60).map(str.encode)
     loaded, refused = files(250, texts, lambda text: fuzz(case, text, made_toy()))
     assert len(loaded) + len(refused) > 200
@@ -158,8 +167,8 @@ def errors_of(path, text):
     return ()
 
 
-def test_one_more_error_hides_no_other(case):
-    """Neither one of form nor one of names."""
+def test_another_error_hides_none(case):
+    """Holds for an error of form and for an unknown name."""
     toy = made_toy()
 
     def check(content):
@@ -169,6 +178,6 @@ def test_one_more_error_hides_no_other(case):
             assert set(errors) < set(errors_of(case, f'{text}{more}\n'))
         return not errors
 
-    some = MADE.filter(bool).map(lambda content: yaml.safe_dump(content, allow_unicode=False))
+    some = MADE.filter(bool).map(as_yaml)
     loaded, refused = files(150, some, check)
     assert len(loaded) + len(refused) > 120

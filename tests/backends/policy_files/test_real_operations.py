@@ -1,4 +1,4 @@
-"""Every key of a policy file, and every operator of a condition, over operations of the package as users call them."""
+"""Every key of a policy file and every operator of a condition, on operations of the package."""
 
 import textwrap
 
@@ -30,7 +30,7 @@ from fla.ops.kda import chunk_kda
 from tests.backends.fallback.test_failure import Broken
 from tests.backends.policy_files.test_watch import Events
 
-pytest.importorskip('yaml')
+pytest.importorskip('ruamel.yaml')
 pytest.importorskip('pydantic')
 
 SHORT, LONG = (torch.rand(1, T, 2, 16, generator=torch.Generator().manual_seed(T)) for T in (8, 64))
@@ -47,7 +47,7 @@ def write(tmp_path):
 
 
 def attention(q=SHORT, **arguments):
-    """Which backend ran; what it computed is the reference's."""
+    """Returns the backend that ran, after comparing its result with the reference."""
     with trace() as calls:
         o = parallel_attn(q, q, q, **arguments)
     with use_backend('reference', op='attn'):
@@ -98,12 +98,12 @@ def test_without_a_policy():
             'reference',
             'reference',
         ),
-        ('rules: [{ops: attn, use: flash_attn}]', 'sdpa', 'sdpa'),  # never around what cannot run
+        ('rules: [{ops: attn, use: flash_attn}]', 'sdpa', 'sdpa'),  # a backend that cannot run is skipped
         ('require_first: true', 'sdpa', 'sdpa'),
         ('strict: true\ncheck_values: true\non_error: fallback\nbreaker: {threshold: 2}', 'sdpa', 'sdpa'),
     ],
 )
-def test_who_serves_attention(write, text, short, long):
+def test_the_file_decides_who_serves_attention(write, text, short, long):
     load_policy(write(text))
     assert (attention(), attention(LONG)) == (short, long)
     assert (explain(parallel_attn, SHORT, SHORT, SHORT).winner, explain(parallel_attn, LONG, LONG, LONG).winner) == (
@@ -112,14 +112,14 @@ def test_who_serves_attention(write, text, short, long):
     )
 
 
-def test_nobody_is_left(write):
+def test_an_empty_allow_list_raises(write):
     load_policy(write('allow: []'))
     for call in (lambda: parallel_attn(SHORT, SHORT, SHORT), lambda: rms_norm(SHORT, torch.ones(16))):
         with pytest.raises(NoBackendError, match='allow list'):
             call()
 
 
-def test_a_lock_of_kda(write):
+def test_kda_can_be_locked(write):
     path = write('lock: {kda.chunk_kda: reference}')
     load_policy(path)
     arguments = SHORT, SHORT, SHORT, -SHORT, SHORT[..., 0]
@@ -130,7 +130,7 @@ def test_a_lock_of_kda(write):
         pass
 
 
-def test_what_a_file_would_change(write):
+def test_diff_policy_predicts_what_a_file_does(write):
     path = write('rules: [{ops: attn, use: reference, when: "window_size is not None"}]')
     with trace() as calls:
         for window in (None, 4, 4):
@@ -142,7 +142,7 @@ def test_what_a_file_would_change(write):
         assert attention(window_size=4) == 'reference'
 
 
-def test_a_watched_file(write):
+def test_a_watched_file_is_reloaded(write):
     pytest.importorskip('watchfiles')
     reloads = Events()
     with watch_policy(write('deny: sdpa'), debounce=0.05, on_reload=reloads):
@@ -166,17 +166,17 @@ def test_a_watched_file(write):
         ({'FLA_SDPA': '0'}, 'reference'),
         ({'FLA_REQUIRE_FIRST': '1'}, 'sdpa'),
         ({'FLA_STRICT': '1', 'FLA_CHECK_VALUES': '1', 'FLA_ON_ERROR': 'fallback', 'FLA_DISPATCH_TRACE': '0'}, 'sdpa'),
-        ({'FLA_PREFER': 'sdpa', 'FLA_PER_OP': 'attn=reference'}, 'reference'),  # what names the operation stands higher
+        ({'FLA_PREFER': 'sdpa', 'FLA_PER_OP': 'attn=reference'}, 'reference'),  # an order by name ranks higher
     ],
 )
-def test_variables(monkeypatch, variables, ran):
+def test_the_environment_decides_who_serves_attention(monkeypatch, variables, ran):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     refresh()
     assert attention() == ran
 
 
-def test_the_file_of_the_environment_stands_below_its_variables(write, monkeypatch):
+def test_variables_override_the_environments_file(write, monkeypatch):
     monkeypatch.setenv('FLA_DISPATCH_CONFIG', str(write('prefer: reference')))
     refresh()
     assert attention() == 'reference'
@@ -198,7 +198,7 @@ def test_frozen(write, monkeypatch):
     assert calls.last_backend('attn') == 'reference'
 
 
-def test_a_failure_moves_on_and_opens_a_circuit(write, monkeypatch):
+def test_failures_fall_back_and_open_a_circuit(write, monkeypatch):
     def fails(*args, **kwargs):
         raise Broken
 

@@ -1,4 +1,4 @@
-"""A policy file that changes: what is seen, what is refused, what is told. The file layer is a stand-in here."""
+"""Changes of a policy file: seen, refused, reported. A stand-in replaces the file layer."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ WAIT = 20.0
 
 
 class Layer:
-    """The part of a Dispatcher that a watcher uses. A file's content is a backend's name; 'bad' is an error."""
+    """Stands in for a Dispatcher. A file contains a backend's name; 'bad' is an error."""
 
     namespace = 'mylib.ops'
 
@@ -65,7 +65,7 @@ class Layer:
 
 
 class Events:
-    """A callback that remembers."""
+    """A callback that records its events."""
 
     def __init__(self):
         self.seen = []
@@ -114,7 +114,7 @@ def start(layer, file, poll):
 
 
 def seen_by(watcher, text):
-    """Wait until the watcher has looked at a file of this content."""
+    """Waits until the watcher has seen this content."""
     state = hashlib.sha256(text.encode()).hexdigest()
     deadline = time.monotonic() + WAIT
     while watcher._seen != state:
@@ -152,7 +152,7 @@ def test_a_save_is_seen(layer, file, start, write):
         assert in_force(layer) == text
 
 
-def test_of_several_writes_the_last_one_counts(layer, file, start):
+def test_the_last_of_several_writes_counts(layer, file, start):
     reloads = Events()
     start(on_reload=reloads, debounce=0.3)
     first = time.monotonic()
@@ -164,12 +164,12 @@ def test_of_several_writes_the_last_one_counts(layer, file, start):
     while in_force(layer) != 'final' and time.monotonic() < began + WAIT:
         time.sleep(0.01)
     assert in_force(layer) == 'final'
-    # one for each rest of 0.3 s, of which a loaded machine may put some between the writes
+    # one for each pause of 0.3 s; a loaded machine may pause between the writes
     assert len(reloads.seen) <= 2 + (time.monotonic() - first) / 0.3
 
 
-def test_a_file_that_never_rests_is_read_all_the_same(layer, file, start, monkeypatch):
-    monkeypatch.setattr(file_changes, '_MOST_DEBOUNCES', 3)
+def test_a_file_that_never_settles_is_read(layer, file, start, monkeypatch):
+    monkeypatch.setattr(watch, '_MAX_DEBOUNCES', 3)
     reloads = Events()
     start(on_reload=reloads, debounce=0.2)
     end = time.monotonic() + WAIT
@@ -197,11 +197,11 @@ def test_a_mounted_config_map_is_seen(layer, tmp_path, start):
     (mount / '..data_tmp').symlink_to('..2')
     os.replace(mount / '..data_tmp', mount / '..data')
     assert reloads.wait(1).version.policy.prefer == ('two',)
-    (mount / '..2' / 'policy.yaml').write_text('three')  # and what it points to now is watched
+    (mount / '..2' / 'policy.yaml').write_text('three')  # the new target is watched
     assert reloads.wait(2).version.policy.prefer == ('three',)
 
 
-def test_a_directory_that_goes_and_comes_is_watched_again(layer, tmp_path, start, monkeypatch):
+def test_a_recreated_directory_is_watched_again(layer, tmp_path, start, monkeypatch):
     monkeypatch.setattr(file_changes, 'LOOK_AGAIN_SECONDS', 0.1)
     folder = tmp_path / 'folder'
     folder.mkdir()
@@ -219,8 +219,8 @@ def test_a_directory_that_goes_and_comes_is_watched_again(layer, tmp_path, start
 
 
 @pytest.mark.parametrize('around', [1, 2])
-def test_links_in_a_circle_are_an_error_and_no_end(layer, file, start, around):
-    """What led to the file leads to itself, at once or by way of another; then the file is back."""
+def test_circular_links_are_an_error(layer, file, start, around):
+    """The path becomes a link to itself, directly or through another; then the file is back."""
     bad, good = Events(), Events()
     watcher = start(on_error=bad, on_reload=good)
     file.unlink()
@@ -236,7 +236,7 @@ def test_links_in_a_circle_are_an_error_and_no_end(layer, file, start, around):
 
 
 @pytest.mark.parametrize('spoil', [lambda p: p.write_text('bad'), lambda p: p.write_text(''), Path.unlink])
-def test_what_is_bad_changes_nothing_and_what_is_good_again_is_told(layer, file, start, spoil):
+def test_a_bad_file_changes_nothing_until_it_is_good(layer, file, start, spoil):
     reloads, errors = Events(), Events()
     watcher = start(on_reload=reloads, on_error=errors)
     spoil(file)
@@ -273,7 +273,7 @@ def test_a_validator_refuses(layer, file, start):
     assert in_force(layer) == 'four'
 
 
-def test_a_dry_run_refuses(layer, file, start):
+def test_a_policy_that_leaves_no_backend_is_refused(layer, file, start):
     def none_left(policy, path):
         if 'two' in policy.prefer:
             raise ValueError('no backend is left')
@@ -297,17 +297,17 @@ def test_callbacks_run_outside_every_lock(layer, file, start):
         hung.append(other.is_alive())
 
     def meddle(event):
-        if len(acts) < 2:  # a reload is told as well
+        if len(acts) < 2:  # a reload calls this, too
             from_another_thread(watcher.reload)
         raise RuntimeError('a callback that fails harms nobody')
 
     watcher = start(on_reload=[meddle, reloads])
-    # what is told of a change of policy: the listeners of circuit breakers, which it closes
+    # the dispatcher notifies listeners, such as circuit breakers
     layer.policy_changed = lambda: from_another_thread(watcher.reload)
     file.write_text('two')
     reloads.wait(1)
     watcher.rollback()
-    assert in_force(layer) == 'two'  # as the listener's reload() has it
+    assert in_force(layer) == 'two'  # the listener's reload() came last
     assert len(hung) == len(acts) >= 3
     assert not any(hung)
 
@@ -328,7 +328,7 @@ def test_rollback_goes_back_version_by_version(layer, file, start):
         watcher.rollback()
     file.write_text('four')  # the next change counts
     assert reloads.wait(5).version.version == 4
-    assert watcher.rollback().version == 1  # and what was taken back does not come again
+    assert watcher.rollback().version == 1  # the rolled-back versions are gone
     assert [v.version for v in watcher.history()] == [1]
 
 
@@ -338,7 +338,7 @@ def test_rollback_to_a_version(layer, file, start):
     for count, text in enumerate(['two', 'three', 'four', 'five'], 1):
         file.write_text(text)
         reloads.wait(count)
-    assert [v.version for v in watcher.history()] == [2, 3, 4, 5]  # four are kept
+    assert [v.version for v in watcher.history()] == [2, 3, 4, 5]  # history=4
     with pytest.raises(WatchError, match='version 1: the earlier versions kept are 2, 3, 4'):
         watcher.rollback(to=1)
     for to in ('a', 2.0, True):
@@ -348,7 +348,7 @@ def test_rollback_to_a_version(layer, file, start):
     assert watcher.rollback(to=2).policy.prefer == ('two',)
 
 
-def test_what_was_taken_back_does_not_return_by_itself(layer, file, start):
+def test_a_rolled_back_version_stays_away(layer, file, start):
     reloads, errors = Events(), Events()
     watcher = start(on_reload=reloads, on_error=errors)
     file.write_text('two')
@@ -362,12 +362,12 @@ def test_what_was_taken_back_does_not_return_by_itself(layer, file, start):
     file.with_name('other').write_text('x')
     time.sleep(0.3)
     assert in_force(layer) == 'one'
-    assert watcher.reload().policy.prefer == ('two',)  # asked for
+    assert watcher.reload().policy.prefer == ('two',)  # an explicit reload reads it
 
 
 @pytest.mark.parametrize('between', ['one', 'bad'])
-def test_what_was_taken_back_returns_when_the_file_says_it_anew(layer, file, start, between):
-    """Somebody mends the file, and rolls out again what was taken back."""
+def test_a_rolled_back_version_can_be_saved_again(layer, file, start, between):
+    """The file is repaired, then the rolled-back content is saved again."""
     reloads, errors = Events(), Events()
     watcher = start(on_reload=reloads, on_error=errors)
     file.write_text('two')
@@ -383,7 +383,7 @@ def test_what_was_taken_back_returns_when_the_file_says_it_anew(layer, file, sta
     assert in_force(layer) == 'two'
 
 
-def test_after_two_rollbacks_what_the_file_says_does_not_return_by_itself(layer, file, start):
+def test_two_rollbacks_hold_while_the_file_is_away(layer, file, start):
     reloads, errors = Events(), Events()
     watcher = start(on_reload=reloads, on_error=errors)
     for count, text in enumerate(['two', 'three'], 1):
@@ -397,7 +397,7 @@ def test_after_two_rollbacks_what_the_file_says_does_not_return_by_itself(layer,
     assert in_force(layer) == 'one'
 
 
-def test_reading_again_what_is_in_force_makes_no_version(layer, file, start):
+def test_rereading_the_same_content_makes_no_version(layer, file, start):
     reloads = Events()
     watcher = start(on_reload=reloads)
     file.write_text('two')
@@ -405,10 +405,10 @@ def test_reading_again_what_is_in_force_makes_no_version(layer, file, start):
     assert [watcher.reload().version for _ in range(5)] == [2] * 5
     assert [v.version for v in watcher.history()] == [1, 2]
     assert watcher.rollback().policy.prefer == ('one',)
-    assert watcher.reload().policy.prefer == ('two',)  # asked for, it is read again
+    assert watcher.reload().policy.prefer == ('two',)  # an explicit reload reads it again
 
 
-def test_a_bad_file_is_told_once_for_each_state_also_by_reload(layer, file, start):
+def test_an_error_is_reported_once_per_state(layer, file, start):
     errors = Events()
     watcher = start(on_error=errors)
     file.write_text('bad')
@@ -421,7 +421,7 @@ def test_a_bad_file_is_told_once_for_each_state_also_by_reload(layer, file, star
     assert len(errors.seen) == 2
 
 
-def test_an_exit_in_a_callback_or_validator_ends_nothing(layer, file, start, caplog):
+def test_sys_exit_in_callbacks_does_not_stop_watching(layer, file, start, caplog):
     reloads, errors = Events(), Events()
     exits = ['two', 'three']
 
@@ -445,7 +445,7 @@ def test_an_exit_in_a_callback_or_validator_ends_nothing(layer, file, start, cap
     assert 'callback' in caplog.text
 
 
-def test_rollback_takes_back_a_load_by_somebody_else(layer, file, start):
+def test_rollback_takes_back_a_later_load_policy(layer, file, start):
     watcher = start()
     layer.set_file_policy(PolicyVersion(0, 'x', 'other.yaml', 0.0, Policy(prefer='foreign')))
     watcher.rollback()
@@ -474,7 +474,7 @@ def test_a_bad_file_at_the_start_raises(layer, file, start, tmp_path):
     with pytest.raises(FileNotFoundError):
         start(tmp_path / 'missing')
     file.write_text('one')
-    assert start().running  # and nothing of it is left
+    assert start().running  # the failed starts left nothing behind
 
 
 def test_one_watcher_for_a_namespace(layer, file, start, tmp_path):
@@ -517,7 +517,7 @@ def test_a_callback_may_stop_it(layer, file, start):
     assert not watcher._thread.is_alive()
 
 
-def test_a_callback_that_does_not_return(layer, file, start):
+def test_stop_names_a_callback_that_hangs(layer, file, start):
     go, began = threading.Event(), Events()
 
     def hang(event):
@@ -533,9 +533,9 @@ def test_a_callback_that_does_not_return(layer, file, start):
 
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='no fork')
-def test_a_forked_child_has_no_watcher_and_says_so(layer, file, start):
+def test_a_forked_child_has_no_watcher(layer, file, start):
     watcher = start()
-    watcher._turn.acquire()  # as if another thread were half way through
+    watcher._turn.acquire()  # as if another thread were changing the policy
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -577,7 +577,7 @@ def test_bad_arguments(start, options, error, words):
         start(**options)
 
 
-def test_without_reports_of_the_system_the_file_is_read(layer, file, start, monkeypatch, caplog):
+def test_without_inotify_the_file_is_polled(layer, file, start, monkeypatch, caplog):
     def none_left(*args, **kwargs):
         raise OSError(24, 'inotify instance limit reached')
 
@@ -590,8 +590,8 @@ def test_without_reports_of_the_system_the_file_is_read(layer, file, start, monk
     assert in_force(layer) == 'two'
 
 
-def test_the_process_ends_in_peace_while_a_file_is_watched(tmp_path):
-    """A thread inside the extension must not meet the end of the interpreter."""
+def test_the_process_exits_cleanly_while_watching(tmp_path):
+    """The thread inside watchfiles must end before the interpreter does."""
     (tmp_path / 'p').write_text('one')
     script = textwrap.dedent(f"""
         from tests.backends.policy_files.test_watch import Layer, PolicyWatcher

@@ -1,4 +1,4 @@
-"""A real policy file that changes while a real operation is called."""
+"""A policy file that changes while an operation is called."""
 
 import os
 import threading
@@ -6,7 +6,7 @@ import threading
 import pytest
 
 pytest.importorskip('watchfiles')
-pytest.importorskip('yaml')
+pytest.importorskip('ruamel.yaml')
 pytest.importorskip('pydantic')
 
 from fla.backends import default_dispatcher, explain, freeze_dispatch, refresh, thaw_dispatch
@@ -61,7 +61,7 @@ def test_a_change_reaches_the_next_call(toy, file):
     assert toy.ran() == 'a'
 
 
-def test_a_file_that_leaves_nobody_is_refused(toy, file):
+def test_a_file_that_leaves_no_backend_is_refused(toy, file):
     assert toy.ran() == 'a'
     errors = Events()
     with watch_policy(file, debounce=0.05, on_error=errors):
@@ -73,11 +73,11 @@ def test_a_file_that_leaves_nobody_is_refused(toy, file):
 
 
 @pytest.mark.parametrize('change', [refresh, lambda: None])
-def test_what_is_left_but_switched_off_is_nobody(toy, file, monkeypatch, change):
+def test_a_backend_that_is_off_does_not_count(toy, file, monkeypatch, change):
     toy.add('idle', env_var='FLA_TOY_SWITCHED_OFF')
     monkeypatch.setenv('FLA_TOY_SWITCHED_OFF', '0')
     assert toy.ran() == 'a'
-    change()  # it is in use still, though nothing is planned at this moment
+    change()  # the function stays in use, without a plan now
     errors = Events()
     with watch_policy(file, debounce=0.05, on_error=errors):
         replace(file, 'allow: [idle]\n')
@@ -86,8 +86,8 @@ def test_what_is_left_but_switched_off_is_nobody(toy, file, monkeypatch, change)
 
 
 @pytest.mark.parametrize('emptied', ['', '# prefer: [b]\n', 'null', 'deny:\n'])
-def test_a_file_that_says_nothing_allows_nothing_new(toy, file, emptied):
-    """A save that is caught half way leaves an empty file."""
+def test_an_empty_file_allows_nothing_new(toy, file, emptied):
+    """A save that is read too early is an empty file."""
     file.write_text(f'deny: [a]\nlock:\n  {toy.op}: [b]\n')
     errors, reloads = Events(), Events()
     with watch_policy(file, debounce=0.05, on_error=errors, on_reload=reloads) as watcher:
@@ -100,12 +100,12 @@ def test_a_file_that_says_nothing_allows_nothing_new(toy, file, emptied):
         assert toy.ran() == 'a'
 
 
-def test_a_dry_run_changes_nothing(toy, file):
+def test_a_refused_file_leaves_plans_and_code(toy, file):
     with watch_policy(file, debounce=60) as watcher:
         assert toy.ran() == 'b'
         code, plans = toy.f.__code__, explain(toy.f, Q, Q)
         file.write_text('allow: []\n')
-        with pytest.raises(DispatchError, match='leaves no backend'):  # which takes a plan to see
+        with pytest.raises(DispatchError, match='leaves no backend'):  # found by planning
             watcher.reload()
         assert toy.f.__code__ is code
         assert explain(toy.f, Q, Q) == plans
@@ -131,7 +131,7 @@ def test_reset_ends_a_watcher(toy, file):
     assert default_dispatcher().policies.now.file is None
 
 
-def test_calls_in_flight_finish_on_the_plan_they_began_with(file, tmp_path):
+def test_calls_in_flight_keep_their_plan(file, tmp_path):
     began, go = threading.Event(), threading.Event()
     toy = Toy()
 

@@ -772,7 +772,7 @@ def run(source, *arguments, **environment):
 
 
 def test_baseline_mode(tmp_path):
-    pytest.importorskip('yaml')
+    pytest.importorskip('ruamel.yaml')
     file = tmp_path / 'policy.yaml'
     file.write_text('prefer: backend')
     done = run(BASELINE, str(file), FLA_DISABLE_BACKEND_DISPATCH='1')

@@ -10,7 +10,7 @@ import pytest
 from tests.markdown import ROOT
 
 pytest.importorskip('watchfiles')
-pytest.importorskip('yaml')
+pytest.importorskip('ruamel.yaml')
 pytest.importorskip('pydantic')
 
 

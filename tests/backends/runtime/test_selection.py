@@ -562,9 +562,9 @@ def test_a_method_that_needs_what_the_function_lacks_is_unavailable():
         ('torch', 'torch>=1.0,!=1.5', True, ''),
         ('torch', '>=999', False, '>=999 is needed'),
         ('torch', 'torch<1', False, '<1 is needed'),
-        ('yaml', 'PyYAML>=1', True, ''),
-        ('yaml', '>=1', True, ''),
-        ('yaml', '>=999', False, '>=999 is needed'),
+        ('xdist', 'pytest-xdist>=1', True, ''),
+        ('xdist', '>=1', True, ''),
+        ('xdist', '>=999', False, '>=999 is needed'),
         ('json', '>=1', False, 'no version metadata'),
     ],
 )

@@ -1,4 +1,4 @@
-"""Measured choice: what follows from timings, the file, what is in force, and more than one process."""
+"""Measured choice: rules from timings, the file, the policy in force, several processes."""
 
 import functools
 import json
@@ -31,10 +31,11 @@ from fla.backends import (
     unload_measurements,
     use_backend,
 )
-from fla.backends.core import device_label as card
+from fla.backends.core import device_label
 from fla.backends.core.errors import FrozenError
 from fla.backends.tuning import measuring
-from fla.backends.tuning.measurements import Choice, MeasurementError, choose, read
+from fla.backends.tuning.choices import choose
+from fla.backends.tuning.measurements import Choice, MeasurementError, read
 from fla.backends.tuning.measuring import load_measurements, measure
 from fla.utils.devices import Device
 from tests.backends.toy import Toy
@@ -44,7 +45,7 @@ def points(rows):
     return [({'q.shape[0]': 1, 'q.shape[1]': t, 'q.dtype': d, 'k is None': k}, order) for t, d, k, order in rows]
 
 
-def test_nothing_is_compared_where_one_backend_always_wins():
+def test_one_winner_needs_no_condition():
     found = choose(points([(64, 'float32', True, ('a', 'b')), (4096, 'bfloat16', False, ('a',))]))
     assert found == (Choice(None, ('a',)),)
 
@@ -54,13 +55,13 @@ def test_borders_between_sizes_are_geometric_means():
     assert set(found) == {Choice('q.shape[1] < 1024', ('a',)), Choice('q.shape[1] >= 1024', ('b',))}
 
 
-def test_a_window_in_the_middle():
+def test_a_middle_range_gets_its_own_rule():
     found = choose(points([(t, 'float32', True, ('b',) if t == 100 else ('a',)) for t in (1, 100, 10000)]))
     assert Choice('q.shape[1] >= 10 and q.shape[1] < 1000', ('b',)) in found
     assert len(found) == 3
 
 
-def test_dtype_and_presence_are_compared_only_where_they_tell():
+def test_only_features_that_matter_are_compared():
     rows = [
         (t, d, k, ('a',) if t < 1000 and d == 'float32' else ('b',))
         for t in (64, 4096)
@@ -76,7 +77,7 @@ def test_dtype_and_presence_are_compared_only_where_they_tell():
 
 @pytest.fixture
 def toy():
-    """Two backends: 'short' is slow for long inputs, 'long' for short ones."""
+    """Two backends: 'short' is slow on long inputs, 'long' on short ones."""
     made = Toy()
 
     def slow_when(condition, number):
@@ -105,7 +106,7 @@ def quick(toy, **options):
 
 @pytest.fixture
 def two(toy):
-    """Only the two are measured: the default says no."""
+    """Only the two are measured: the default is denied."""
     set_policy(Policy(deny=('default',)))
     return toy
 
@@ -139,7 +140,7 @@ def test_explicit_choices_win(two):
     assert two.ran(LONG, LONG) == 'short'
 
 
-def test_the_file_is_read_edited_and_loaded(two, tmp_path):
+def test_a_file_can_be_edited_and_loaded(two, tmp_path):
     path = tmp_path / 'measured.json'
     made = quick(two, path=path)
     assert read(path) == made
@@ -160,25 +161,33 @@ def test_the_file_is_read_edited_and_loaded(two, tmp_path):
     ('change', 'error', 'words'),
     [
         (lambda c, f: c.update(device='cpu: abacus'), MeasurementError, 'measured on .cpu: abacus.'),
-        (lambda c, f: c.update(device='cuda: none'), MeasurementError, 'measure\\(\\) again on this card'),
+        (lambda c, f: c.update(device='cuda: none'), MeasurementError, 'measure\\(\\) again on this device'),
         (lambda c, f: f.update(rules=[{'when': None, 'use': ['lnog']}]), UnknownNameError, "Did you mean 'long'"),
         (lambda c, f: f.update(rules=[{'when': 'z.shape[0] > 1', 'use': ['long']}]), MeasurementError, "no parameter 'z'"),
         (lambda c, f: f.update(rules=[{'when': 'q.shape[', 'use': ['long']}]), ValueError, 'shape'),
         (lambda c, f: f.update(rules=[{'wen': None, 'use': ['long']}]), MeasurementError, 'unknown key .wen.'),
-        (lambda c, f: f.update(rules=[{'when': 3, 'use': []}]), MeasurementError, 'when is a condition or null: .*got 3'),
-        (lambda c, f: f.update(rules=[{'when': 'q =', 'use': ['long']}]), MeasurementError, r'f.rules\[0\].when is a cond'),
-        (lambda c, f: f.update(rules=[{'when': None, 'use': 'long'}]), MeasurementError, 'use is a list of backends'),
+        (
+            lambda c, f: f.update(rules=[{'when': 3, 'use': []}]),
+            MeasurementError,
+            r'rules\.0\.when: input should be a valid string, got 3',
+        ),
+        (lambda c, f: f.update(rules=[{'when': 'q =', 'use': ['long']}]), MeasurementError, r"f\.rules\.0\.when: 'q =' is"),
+        (lambda c, f: f.update(rules=[{'when': None, 'use': 'long'}]), MeasurementError, r'rules\.0\.use must be a list'),
         (
             lambda c, f: f['timings'][0]['milliseconds'].update(long=10**400),
             MeasurementError,
-            r'milliseconds.long is a number',
+            r'milliseconds\.long: input should be a',
         ),
-        (lambda c, f: f['timings'][0].update(call=3), MeasurementError, r'timings\[0\].call is an object, got 3'),
-        (lambda c, f: c['versions'].update({'': '2'}), MeasurementError, 'versions. is a version or null'),
-        (lambda c, f: c['versions'].update(torch=2), MeasurementError, 'versions.torch is a version or null, got 2'),
-        (lambda c, f: c.update(device='no cuda device'), MeasurementError, 'measure\\(\\) again on this card'),
-        (lambda c, f: c.update(format='x'), MeasurementError, 'format is .x.'),
-        (lambda c, f: c.pop('versions'), MeasurementError, "lacks 'versions'"),
+        (lambda c, f: f['timings'][0].update(call=3), MeasurementError, r'timings\.0\.call must be a mapping, got 3'),
+        (lambda c, f: c['versions'].update({'': '2'}), MeasurementError, r'versions\.: string should have at least 1'),
+        (
+            lambda c, f: c['versions'].update(torch=2),
+            MeasurementError,
+            r'versions\.torch: input should be a valid string, got 2',
+        ),
+        (lambda c, f: c.update(device='no cuda device'), MeasurementError, 'measure\\(\\) again on this device'),
+        (lambda c, f: c.update(format='x'), MeasurementError, "format: input should be 'fla measurements 1', got 'x'"),
+        (lambda c, f: c.pop('versions'), MeasurementError, 'versions is missing'),
         (lambda c, f: c['functions'].update({'nowhere.f': f}), UnknownNameError, 'nowhere'),
     ],
 )
@@ -194,7 +203,7 @@ def test_a_file_that_does_not_fit_changes_nothing(two, tmp_path, change, error, 
     assert two.ran(LONG, LONG) == 'long'
 
 
-def test_every_error_of_a_file_is_named_at_once(two, tmp_path):
+def test_all_errors_of_a_file_come_at_once(two, tmp_path):
     path = tmp_path / 'measured.json'
     quick(two, path=path)
     content = json.loads(path.read_text())
@@ -206,15 +215,15 @@ def test_every_error_of_a_file_is_named_at_once(two, tmp_path):
     for words in (
         "'q =' is no expression",
         "'len(q)' is not allowed",
-        'rules[1].use',
-        "key 'format' stands twice",
-        "format is 'x'",
+        'rules.1.use must be a list',
+        "key 'format' is a duplicate",
+        "format: input should be 'fla measurements 1', got 'x'",
     ):
         assert words in str(caught.value)
 
 
 @pytest.mark.parametrize('text', ['[' * 100_000, '', 'null', '{'])
-def test_a_file_that_is_no_json_object(two, tmp_path, text):
+def test_a_file_without_a_json_object_is_refused(two, tmp_path, text):
     path = tmp_path / 'measured.json'
     path.write_text(text)
     with pytest.raises(MeasurementError, match=r'measured\.json'):
@@ -260,7 +269,7 @@ def test_with_gradients_the_backward_pass_is_timed(two):
     assert q.grad is None
 
 
-def test_a_flag_tells_calls_apart():
+def test_flags_are_compared():
     toy = Toy()
 
     def slow_where(flagged, number):
@@ -278,8 +287,8 @@ def test_a_flag_tells_calls_apart():
     assert toy.ran(SHORT, SHORT, flag=True) == 'flagged'
 
 
-def test_calls_that_nothing_tells_apart_count_together():
-    """b wins the first of them by a little, a the second by far."""
+def test_calls_with_equal_features_count_together():
+    """b wins the first call by 3 ms, a the second by 20 ms."""
     toy = Toy()
 
     def slow_by(factors, number):
@@ -296,19 +305,19 @@ def test_calls_that_nothing_tells_apart_count_together():
     assert toy.ran(SHORT, SHORT, scale=1.0) == 'a'
 
 
-def test_what_cannot_be_written_is_not_in_force(two, tmp_path):
+def test_an_unwritable_path_changes_nothing(two, tmp_path):
     before = two.ran(LONG, LONG)
     with pytest.raises(FileNotFoundError):
         quick(two, path=tmp_path / 'nowhere' / 'measured.json')
     for folder in (tmp_path, ''):
-        with pytest.raises(IsADirectoryError, match='path has to be a file'):
+        with pytest.raises(IsADirectoryError, match='path must be a file'):
             quick(two, path=folder)
     assert two.ran(LONG, LONG) == before == 'short'
 
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Backends of one toy whose times are what the test says."""
+    """A toy whose backends take the times that the test sets."""
     times = {}
     monkeypatch.setattr(measuring, '_time', lambda entry, name, *_: times[name])
     toy = Toy()
@@ -332,7 +341,7 @@ def timed(monkeypatch):
         ({}, {'first': 1.0, 'second': 0.97}, 'second'),
         ({}, {'first': 0.99, 'second': 1.0}, 'first'),
         ({}, {'first': None, 'second': 1.0}, 'second'),
-        ({}, {'first': None, 'second': 9.0, 'default': 8.9}, 'second'),  # the first of the standing order that runs
+        ({}, {'first': None, 'second': 9.0, 'default': 8.9}, 'second'),  # the first of the standing order runs
         ({}, {'first': 1.0, 'second': 0.999, 'default': 0.5}, 'default'),
         ({'margin': 0}, {'first': 1.0, 'second': 0.99}, 'second'),
         ({'margin': 0}, {'first': 1.0, 'second': 1.0}, 'first'),
@@ -342,28 +351,28 @@ def timed(monkeypatch):
 def test_a_winner_needs_a_margin_over_the_standing_order(timed, options, milliseconds, winner):
     timed.options = options
     (measured,) = timed.measure(**milliseconds).functions.values()
-    assert measured.choices == (Choice(None, (winner,)),)
+    assert measured.rules == (Choice(None, (winner,)),)
     assert timed.ran(SHORT, SHORT) == winner
     ran = {name: time for name, time in {'default': 9.0, **milliseconds}.items() if time is not None}
-    assert list(measured.timings[0].milliseconds)[: len(ran)] == sorted(ran, key=ran.get)  # the file says what was measured
+    assert list(measured.timings[0].milliseconds)[: len(ran)] == sorted(ran, key=ran.get)  # the file has the measured times
 
 
-def test_what_was_measured_before_is_not_the_standing_order(timed):
-    """Else a choice that noise has made once would stay."""
+def test_earlier_measurements_do_not_set_the_standard(timed):
+    """Otherwise a choice made by noise would persist."""
     timed.measure(first=1.0, second=0.5)
     assert timed.ran(SHORT, SHORT) == 'second'
     timed.measure(first=1.0, second=0.99)
     assert timed.ran(SHORT, SHORT) == 'first'
 
 
-def test_the_order_of_a_policy_is_the_standing_one(timed):
+def test_the_policys_order_sets_the_standard(timed):
     timed.measure(first=1.0, second=0.99)
     set_policy(Policy(boost={timed.op: {'second': -5}}))
     timed.measure(first=0.99, second=1.0)
     assert timed.ran(SHORT, SHORT) == 'second'
 
 
-def test_each_function_keeps_what_was_measured_last_for_it(timed, tmp_path):
+def test_each_function_keeps_its_last_measurement(timed, tmp_path):
     other = Toy()
     other.add('first', priority=1)
     other.add('second', priority=2)
@@ -379,14 +388,14 @@ def test_each_function_keeps_what_was_measured_last_for_it(timed, tmp_path):
     assert (timed.ran(), other.ran()) == ('first', 'first')
 
 
-def test_the_file_names_card_runtime_and_driver(timed, monkeypatch, tmp_path, caplog):
+def test_the_file_names_device_runtime_and_driver(timed, monkeypatch, tmp_path, caplog):
     made = timed.measure(first=1.0, second=2.0)
-    assert made.device == card.device_label('cpu') != f'cpu: {platform.machine()}'
+    assert made.device == device_label.device_label('cpu') != f'cpu: {platform.machine()}'
     assert set(made.versions) == {'torch', 'triton', 'fla-dispatch'}
     monkeypatch.setattr(measuring, 'platform_of_type', lambda device: 'cuda')
-    monkeypatch.setattr(card, 'devices_of', lambda platform: (Device('cuda', 0, 'NVIDIA H100', (9, 0)),))
+    monkeypatch.setattr(device_label, 'devices_of', lambda platform: (Device('cuda', 0, 'NVIDIA H100', (9, 0)),))
     monkeypatch.setattr(torch.version, 'cuda', '12.9')
-    monkeypatch.setitem(card._DRIVER_FILES, 'cuda', str(tmp_path / 'driver'))
+    monkeypatch.setitem(device_label._DRIVER_FILES, 'cuda', str(tmp_path / 'driver'))
     driver = 'NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Wed\nGCC version:  gcc version 12.3.0\n'
     (tmp_path / 'driver').write_text(driver.format('580.65.06'))
     timed.options = {'path': tmp_path / 'measured.json'}
@@ -408,8 +417,8 @@ def test_the_file_names_card_runtime_and_driver(timed, monkeypatch, tmp_path, ca
     ],
 )
 def test_the_name_of_a_processor(monkeypatch, text, name):
-    monkeypatch.setattr(card, '_text', lambda path: text)
-    assert card.device_label('cpu').endswith(name)
+    monkeypatch.setattr(device_label, '_text', lambda path: text)
+    assert device_label.device_label('cpu').endswith(name)
 
 
 def test_refused_while_frozen(two, tmp_path):
@@ -422,7 +431,7 @@ def test_refused_while_frozen(two, tmp_path):
         load_measurements(path)
 
 
-def test_what_cannot_be_measured(toy):
+def test_invalid_calls_and_arguments_are_refused(toy):
     with pytest.raises(TypeError, match='partial'):
         measure([lambda: 0], progress=False)
     for wrong in (None, functools.partial(toy.f, SHORT, SHORT)):
@@ -437,18 +446,18 @@ def test_what_cannot_be_measured(toy):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             measure([functools.partial(toy.f, SHORT, SHORT)], progress=False, **wrong)
     set_policy(Policy(allow=()))
-    with pytest.raises(MeasurementError, match='nobody serves this call'):
+    with pytest.raises(MeasurementError, match='no backend can serve this call'):
         quick(toy)
 
 
-def test_a_call_that_nobody_serves_without_an_error_changes_nothing(two):
+def test_a_call_that_always_raises_changes_nothing(two):
     quick(two)
-    with pytest.raises(MeasurementError, match='each backend that could serve this call raised'):
+    with pytest.raises(MeasurementError, match='each backend that can serve this call raised'):
         measure([functools.partial(two.f, SHORT[0, 0], SHORT)], progress=False, repeats=1)  # it has no shape[0]
     assert two.ran(LONG, LONG) == 'long'
 
 
-def test_nobody_counts_what_is_measured(two):
+def test_measured_runs_are_not_counted_as_calls(two):
     seen = []
     end = add_observer(seen.append)
     with trace() as calls, telemetry() as counted, on_error('fallback', breaker={'threshold': 1}):
@@ -459,7 +468,7 @@ def test_nobody_counts_what_is_measured(two):
     assert len(calls) == 1
 
 
-def test_a_failure_while_measuring_is_no_failure_of_a_call():
+def test_a_failure_while_measuring_opens_no_circuit():
     toy = Toy()
 
     def f(self, q, k, scale=None, flag=False):
@@ -474,13 +483,13 @@ def test_a_failure_while_measuring_is_no_failure_of_a_call():
         assert toy.ran() == 'b'
 
 
-def test_a_binding_is_not_measured(two):
+def test_bindings_are_refused(two):
     for bound in (two.f.bind('short'), two.f.bind(prefer='long')):
         with pytest.raises(ValueError, match='calls has a binding of'):
             measure([functools.partial(bound, SHORT, SHORT)], progress=False)
 
 
-def test_a_grid_of_many_sizes():
+def test_a_grid_of_1156_sizes_is_merged():
     sizes = [2**n for n in range(34)]
     grid = [({'q.shape[0]': a, 'q.shape[1]': b}, ('a',) if a < b else ('b',)) for a in sizes for b in sizes]
     holding = {}
@@ -491,7 +500,7 @@ def test_a_grid_of_many_sizes():
     assert holding == {(1, 2): ('a',), (2**33, 2**32): ('b',), (2**7, 2**9): ('a',)}
 
 
-def test_explain_shows_the_timings_of_its_own_rule(monkeypatch):
+def test_explain_shows_the_timings_of_the_rule(monkeypatch):
     toy = Toy()
     for name in ('a', 'b'):
         toy.add(name)
@@ -505,19 +514,23 @@ def test_explain_shows_the_timings_of_its_own_rule(monkeypatch):
     assert 'float32[128, 2] on cpu: b 5 ms, a 9 ms' in large
 
 
-def test_the_card_is_that_of_the_calls(monkeypatch):
+def test_the_device_is_that_of_the_calls(monkeypatch):
     cards = (Device('cuda', name='first'), Device('cuda', name='second'))
     monkeypatch.setattr(
-        card, 'devices_of', lambda platform: cards if platform == 'cuda' else (Device(platform, name=platform),)
+        device_label, 'devices_of', lambda platform: cards if platform == 'cuda' else (Device(platform, name=platform),)
     )
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 1)
-    assert [card.device_label('cuda', index) for index in (0, 1, None)] == ['cuda: first', 'cuda: second', 'cuda: second']
-    assert card.device_label('xpu', 3) == 'xpu: xpu'
-    monkeypatch.setattr(card, 'devices_of', lambda platform: ())
-    assert card.device_label('cuda') == 'no cuda device'
+    assert [device_label.device_label('cuda', index) for index in (0, 1, None)] == [
+        'cuda: first',
+        'cuda: second',
+        'cuda: second',
+    ]
+    assert device_label.device_label('xpu', 3) == 'xpu: xpu'
+    monkeypatch.setattr(device_label, 'devices_of', lambda platform: ())
+    assert device_label.device_label('cuda') == 'no cuda device'
 
 
-def test_an_open_circuit_keeps_nobody_out(two):
+def test_a_backend_with_an_open_circuit_is_measured(two):
     breaker(two.f, 'long').force_open()
     with on_error('fallback'):
         assert two.ran(LONG, LONG) == 'short'
@@ -525,7 +538,7 @@ def test_an_open_circuit_keeps_nobody_out(two):
     assert all(set(timing.milliseconds) == {'short', 'long'} for timing in made.functions[f'{two.op}.f'].timings)
 
 
-def test_what_a_call_changes_is_new_in_each_run_and_whole_afterwards():
+def test_changed_arguments_are_copied_and_restored():
     seen = []
     op = f'{Toy().op}changes'
     BackendRegistry(op)
@@ -546,18 +559,18 @@ def test_what_a_call_changes_is_new_in_each_run_and_whole_afterwards():
     assert call.args[1] is cache
 
 
-def test_a_reference_by_whatever_name_is_measured_only_where_nobody_else_is(two, tmp_path):
+def test_a_reference_is_measured_only_if_alone(two, tmp_path):
     two.add('Plain', kind='reference')
     made = quick(two, path=tmp_path / 'measured.json')
     assert all(set(timing.milliseconds) == {'short', 'long'} for timing in made.functions[f'{two.op}.f'].timings)
     file = json.loads((tmp_path / 'measured.json').read_text())
     file['functions'][f'{two.op}.f']['rules'] = [{'when': None, 'use': ['PLAIN']}]
     (tmp_path / 'measured.json').write_text(json.dumps(file))
-    load_measurements(tmp_path / 'measured.json')  # names are not a matter of case
+    load_measurements(tmp_path / 'measured.json')  # names ignore case
     assert two.ran() == 'Plain'
 
 
-def test_a_condition_on_an_optional_tensor_asks_whether_it_is_there(monkeypatch):
+def test_conditions_check_that_optional_tensors_exist(monkeypatch):
     op = f'{Toy().op}optional'
 
     @dispatch(op)
@@ -577,7 +590,7 @@ def test_a_condition_on_an_optional_tensor_asks_whether_it_is_there(monkeypatch)
     x = torch.ones(2)
     calls = [functools.partial(scaled, x, torch.ones(size)) for size in (16, 1024)]
     made = measure(calls, warmup=1, repeats=3, progress=False).functions[f'{op}.scaled']
-    assert {choice.when for choice in made.choices} == {
+    assert {choice.when for choice in made.rules} == {
         'by is not None and by.shape[0] < 128',
         'by is not None and by.shape[0] >= 128',
     }
@@ -586,7 +599,7 @@ def test_a_condition_on_an_optional_tensor_asks_whether_it_is_there(monkeypatch)
         assert scaled(x) is x
 
 
-def test_another_namespace():
+def test_calls_must_be_of_one_namespace():
     mine, other = Dispatcher('measured.ops', 'MEASURED'), Dispatcher('other.ops', 'OTHER')
     toy, others = Toy(dispatcher=mine), Toy(dispatcher=other)
     toy.add('a')
@@ -649,7 +662,7 @@ SCRIPT = """
         assert rank == 1 and 'rank 0 could not measure' in str(error)
     else:
         raise AssertionError
-    # whoever cannot go along: nobody measures for nothing, and nothing changes on any rank
+    # one rank fails: none measures, and nothing changes on any rank
     set_policy(Policy(deny=('default', 'b')))
     for only in (0, 1):
         for wrong in ({'repeats': 0}, {'margin': 3}, {'dispatcher': 3}):
@@ -684,9 +697,9 @@ SCRIPT = """
         assert rank == 0 and 'rank 1 could not use what was measured' in str(error), error
     else:
         raise AssertionError
-    assert not os.path.exists(f'{path}refused'), 'nothing has changed, on no rank'
+    assert not os.path.exists(f'{path}refused'), 'a rank has changed'
     set_policy(Policy())
-    assert toy.ran() == 'b'  # as was measured first
+    assert toy.ran() == 'b'  # as measured first
     dist.barrier()
     dist.destroy_process_group()
 """
