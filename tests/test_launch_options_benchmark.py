@@ -23,7 +23,12 @@ def test_variants(launch_options):
     assert launch_options.parsed('kda', 'prepare num_stages=2') == {'prepare': {'num_stages': 2}}
     with pytest.raises(ValueError, match='invalid literal'):
         launch_options.parsed('gated_delta_rule', 'intra_chunk_bwd BK')
-    for text, name in (('intra_chunks_bwd BK=64', 'intra_chunks_bwd'), ('launch BK=64', 'launch'), ('intra_chunk_bwd BK=64,', ''), ('', '')):
+    for text, name in (
+        ('intra_chunks_bwd BK=64', 'intra_chunks_bwd'),
+        ('launch BK=64', 'launch'),
+        ('intra_chunk_bwd BK=64,', ''),
+        ('', ''),
+    ):
         with pytest.raises(ValueError, match=f"gated_delta_rule has no kernel '{name}'"):
             launch_options.parsed('gated_delta_rule', text)
     for text in ('intra_chunk_bwd', 'intra_chunk_bwd BK=64, intra_chunk_bwd BV=32'):

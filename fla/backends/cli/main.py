@@ -18,7 +18,7 @@ from fla.backends.core import logs
 from fla.backends.core.errors import DispatchError
 from fla.backends.lint import REGISTRY_RULES, SOURCE_RULES
 from fla.backends.lint.linter import run
-from fla.backends.observe.describe import describe, snapshot
+from fla.backends.observe.describe import describe, problems, snapshot
 from fla.backends.policy.environment import VARIABLES
 from fla.backends.policy_files.load import PolicyFileError, read_version
 from fla.backends.runtime.dispatcher import Dispatcher, default_dispatcher

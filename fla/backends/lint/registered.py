@@ -187,25 +187,30 @@ def _operation(entry: LiveFunction) -> Iterator[Finding]:
     discovery = entry.dispatcher.discovery
     if not discovery.exists(entry.spec.operation):
         known = discovery.operations()
-        problem = f'@dispatch({entry.operation!r}): unknown operation.{nearest(entry.operation, known)}'
-        remedy = f'use one of {", ".join(known) or "none yet"}, or make the package {discovery.module_of(entry.operation)}'
-        yield Finding(*_place(entry.place), 'unknown-operation', problem, remedy)
+        problem = f'@dispatch({entry.spec.operation!r}): unknown operation.{nearest(entry.spec.operation, known)}'
+        remedy = (
+            f'use one of {", ".join(known) or "none yet"}, or make the package {discovery.module_of(entry.spec.operation)}'
+        )
+        yield Finding(*_place(entry.spec.place), 'unknown-operation', problem, remedy)
 
 
-def _drift(entry: Entry) -> Iterator[Finding]:
-    names = (entry.name, *(entry.name + suffix for suffix in VERIFIER_SUFFIXES))
+def _drift(entry: LiveFunction) -> Iterator[Finding]:
+    names = (entry.spec.name, *(entry.spec.name + suffix for suffix in VERIFIER_SUFFIXES))
     backends = [member.backend for member in entry.members() if member.backend is not entry.default]
-    methods: list[Any] = [entry.default_verifier, *(getattr(backend, name, None) for backend in backends for name in names)]
+    methods: list[Any] = [
+        entry.spec.default_verifier,
+        *(getattr(backend, name, None) for backend in backends for name in names),
+    ]
     for method in filter(callable, methods):
-        for problem in entry.signature.drift(method):
-            text = f'{method.__qualname__} and {entry.name} ({entry.place.rpartition("/")[2]}) disagree: {problem}'
+        for problem in entry.spec.signature.drift(method):
+            text = f'{method.__qualname__} and {entry.spec.name} ({entry.spec.place.rpartition("/")[2]}) disagree: {problem}'
             yield Finding(*_place(location(method)), 'drift', text, 'write it as in the public function')
 
 
 # -- reachability ----------------------------------------------------------------------------------------------------------
 
 
-def _unreachable(entry: Entry, project: Project) -> Iterator[Finding]:
+def _unreachable(entry: LiveFunction, project: Project) -> Iterator[Finding]:
     """Yields the backends behind a candidate that accepts every call on every machine, under the policy in force."""
     policy = entry.policy(entry.state())
     facts = Facts(
@@ -235,7 +240,7 @@ def _unreachable(entry: Entry, project: Project) -> Iterator[Finding]:
             continue
         first = blockers[id(backend)].member.name
         problem = (
-            f'{type(backend).__name__} is never asked for {entry.key}: {first!r} stands before it '
+            f'{type(backend).__name__} is never asked for {entry.spec.key}: {first!r} stands before it '
             f'(order: {policy.order_source}) and accepts every call'
         )
         remedy = f'give {first!r} a verifier or facts, or this one a lower priority'

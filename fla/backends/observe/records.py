@@ -113,7 +113,7 @@ def record_of(spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | N
         elif name in (spec.signature.var_positional, spec.signature.var_keyword):
             if value:
                 lost.append(name)
-        elif not same(value, entry.signature.default(name)):
+        elif not same(value, spec.signature.default(name)):
             if type(value) in PLAIN or isinstance(value, torch.dtype):
                 flags[name] = value
             else:

@@ -10,14 +10,14 @@ from fla.backends.policy.policy import Policy
 
 @dataclass(frozen=True)
 class PolicyVersion:
-    """A policy file's content at one time.
+    """The content of a policy file at one time.
 
     Attributes:
-        version: counts what has been put in force as the file layer of a namespace; 0 for what has only been read.
-        sha256: of the bytes that were read.
-        source: the file.
+        version: number of the version in its namespace, from 1; 0 for a file that was read and never put in force.
+        sha256: hash of the bytes that were read.
+        source: the file's path.
         time: when it was read, in seconds since the epoch.
-        policy: what it says.
+        policy: the policy that it states.
     """
 
     version: int
@@ -27,6 +27,6 @@ class PolicyVersion:
     policy: Policy
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
+        """Returns JSON-ready values."""
         found = {name: getattr(self, name) for name in ('version', 'sha256', 'source', 'time')}
         return {**found, 'policy': self.policy.to_dict()}

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,14 +15,13 @@ from fla.backends.backend.base import format_reason
 from fla.backends.core.errors import UnknownNameError, error_text
 from fla.backends.observe.records import Record
 from fla.backends.observe.trace import Trace
+from fla.backends.plan.decision import CandidateReport, Decision
 from fla.backends.policy.policy import Policy
 from fla.backends.policy.precedence import State
 from fla.backends.policy_files.extra import require_extra
+from fla.backends.policy_files.load import read_version
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
 from fla.utils.devices import platform_of_type
-
-if TYPE_CHECKING:
-    from fla.backends.plan.decision import CandidateReport, Decision
 
 Calls = Trace | str | os.PathLike[str] | Mapping[str, Any] | Iterable[Record | Mapping[str, Any]]
 _WANTED = 'calls is a trace(), its JSON, the path of such JSON, or a list of records'

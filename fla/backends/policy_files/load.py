@@ -11,14 +11,14 @@ from typing import Any
 
 from fla.backends.core.errors import DispatchError
 from fla.backends.policy.policy import Policy, Rule, normalise
+from fla.backends.policy.version import PolicyVersion
 from fla.backends.policy_files import names, yaml_lines
 from fla.backends.policy_files.extra import require_extra
-from fla.backends.policy_files.versions import PolicyVersion, checked_path, read_regular
+from fla.backends.policy_files.names import problems as unknown_names
+from fla.backends.policy_files.versions import checked_path, read_regular
 from fla.backends.policy_files.yaml_lines import UNREAD, Errors, Reading
-
-if TYPE_CHECKING:
-    from fla.backends.registry.catalogue import Catalogue
-
+from fla.backends.registry.catalogue import Catalogue
+from fla.backends.runtime.dispatcher import Dispatcher, LiveFunction
 
 _MAX_ERRORS_SHOWN = 50
 # Room for thousands of rules. A larger file is most likely not a policy, and reading it would take minutes.
@@ -58,12 +58,12 @@ class Draft:
     errors: Errors
     policy: Policy | None
 
-    def unknown(self, catalogue: Catalogue) -> Errors:
+    def unknown(self, catalogue: Catalogue[LiveFunction]) -> Errors:
         """Returns the unknown operations, functions, backends and parameters, also beside mistakes of form."""
         return {
             (reading.line(place), message)
             for reading in self.readings
-            for place, message in names.problems(catalogue, reading.data)
+            for place, message in unknown_names(catalogue, reading.data)
         }
 
     def at(self, errors: Errors) -> list[str]:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fla.backends.core import logs
 from fla.backends.core.errors import DispatchError, error_text
 from fla.backends.policy.conditions import Condition, ConditionError
 from fla.backends.policy.policy import covers, normalise
 from fla.backends.policy_files.yaml_lines import Place
+from fla.backends.registry.catalogue import Catalogue
+from fla.backends.runtime.dispatcher import LiveFunction
 from fla.utils.env import nearest
-
-if TYPE_CHECKING:
-    from fla.backends.registry.catalogue import Catalogue
-    from fla.backends.runtime.entry import Entry
 
 Problems = Iterator[tuple[Place, str]]
 Words = Sequence[tuple[Place, str]]
@@ -28,7 +26,7 @@ Words = Sequence[tuple[Place, str]]
 Match = tuple[tuple[str, ...] | None, str]
 
 
-def problems(catalogue: Catalogue, data: Any) -> Problems:
+def problems(catalogue: Catalogue[LiveFunction], data: Any) -> Problems:
     """Yields (place, message) for every unknown name. Imports the operations that are named."""
     lookup = _Lookup(catalogue)
     for name in ('prefer', 'allow', 'deny'):
@@ -101,7 +99,7 @@ def words(value: Any, place: Place) -> Words:
 class _Lookup:
     """Looks names up in a namespace, for one policy."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Catalogue[LiveFunction]) -> None:
         self.catalogue = catalogue
         # a policy repeats names, and an answer may need the disk
         self.named = functools.cache(self._named)
@@ -136,14 +134,16 @@ class _Lookup:
         known = self.catalogue.discovery.operations()
         return [name for name in known if fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(name, head)]
 
-    def _functions(self, glob: str) -> list[Entry]:
+    def _functions(self, glob: str) -> list[LiveFunction]:
         """Returns the functions that a glob matches, after importing their operations."""
         for operation in self._covered(glob):
             try:
                 self.catalogue.import_operation(operation)
             except Exception as error:
                 logs.warn_once(('policy', operation), '%s cannot be imported: %s', operation, error_text(error))
-        return [entry for entry in self.catalogue.functions().values() if covers(glob, entry.operation, entry.name)]
+        return [
+            entry for entry in self.catalogue.functions().values() if covers(glob, entry.spec.operation, entry.spec.name)
+        ]
 
     def wrong_parameters(self, condition: Condition, globs: Iterable[str]) -> list[str]:
         """Returns the errors of a condition. A rule applies to those functions that have its parameters, so these are none

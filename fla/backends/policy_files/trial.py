@@ -11,7 +11,7 @@ from fla.backends.policy.precedence import State
 from fla.backends.runtime.dispatcher import Dispatcher
 
 
-def require_backends(dispatcher: PolicyStack, state: State, source: str) -> None:
+def require_backends(dispatcher: Dispatcher, state: State, source: str) -> None:
     """Plans every function that has been called as `state` would have it.
 
     Raises:

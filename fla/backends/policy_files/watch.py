@@ -20,21 +20,20 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fla.backends.core import logs
 from fla.backends.core.errors import DispatchError, FrozenError, error_text
 from fla.backends.core.locking import lock
 from fla.backends.policy.policy import Policy
+from fla.backends.policy.version import PolicyVersion
 from fla.backends.policy_files.extra import require_extra
 from fla.backends.policy_files.file_changes import is_content, polled, reported, state_of
+from fla.backends.policy_files.load import read_version
+from fla.backends.policy_files.trial import require_backends
 from fla.backends.policy_files.versions import checked_path
 from fla.backends.registry.discovery import in_forked_children
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
-
-if TYPE_CHECKING:
-    from fla.backends.policy.version import PolicyVersion
-
 
 _POLL_SECONDS = 1.0
 # A file that never rests is read all the same after this many debounces.
@@ -155,7 +154,7 @@ class PolicyWatcher:
             _watchers[dispatcher] = self
         try:
             if self._put_in_force()[1]:
-                dispatcher.policy_changed()
+                dispatcher.policies.policy_changed()
             self._thread.start()
         except BaseException:
             self._unregister()
@@ -179,7 +178,7 @@ class PolicyWatcher:
 
     def current_version(self) -> PolicyVersion | None:
         """Returns the version of the file layer in force, also if another call put it there; None if there is none."""
-        return self._dispatcher.policy_version()
+        return self._dispatcher.policies.now.file
 
     def history(self) -> tuple[PolicyVersion, ...]:
         """Returns the versions that this watcher has put in force and not taken back, oldest first."""
@@ -240,10 +239,10 @@ class PolicyWatcher:
                 known = ', '.join(str(version.version) for version in self._history[:-1]) or 'none'
                 wanted = 'the version before' if to is None else f'version {to!r}'
                 raise WatchError(f'cannot roll back {self.path} to {wanted}: the earlier versions kept are {known}')
-            _, has_changed = self._dispatcher.swap_file_policy(past[-1])
+            _, has_changed = self._dispatcher.policies.swap_file(past[-1])
             self._taken_back, self._history = self._content, past
         if has_changed:
-            self._dispatcher.policy_changed()
+            self._dispatcher.policies.policy_changed()
         logs.logger.info('policy %s: back to version %d (%s)', self.path, past[-1].version, past[-1].sha256[:12])
         self._notify(PolicyEvent('rollback', self.path, past[-1], previous))
         return past[-1]
@@ -273,8 +272,8 @@ class PolicyWatcher:
 
     def _put_in_force(self) -> tuple[PolicyVersion, bool]:
         """Reads and checks the file, and swaps it in; returns its version and whether the policy is another one now."""
-        self._dispatcher.refuse_if_frozen(f'reload {self.path}')
-        made = self._dispatcher.read_policy_version(self.path)
+        self._dispatcher.policies.refuse_if_frozen(f'reload {self.path}')
+        made = read_version(self.path, self._dispatcher)
         for validator in self._validators:
             try:
                 answer = validator(made.policy)
@@ -284,12 +283,12 @@ class PolicyWatcher:
                 ) from error
             if answer is not None and answer is not True:
                 raise ValueError(f'validator {_name_of(validator)} refuses {self.path}: {answer!r}')
-        self._dispatcher.try_policy(made.policy, self.path)
+        require_backends(self._dispatcher, self._dispatcher.policies.state_with_file(made.policy, self.path), self.path)
         now, has_changed = self.current_version(), False
         if now is not None and self._history[-1:] == (now,) and now.sha256 == made.sha256:
             made = now  # a second reading of the same content makes no version
         else:
-            made, has_changed = self._dispatcher.swap_file_policy(made)
+            made, has_changed = self._dispatcher.policies.swap_file(made)
             self._history = (*self._history, made)[-self._max_history :]
         self._seen = self._content = made.sha256
         self._taken_back, self._refused = '', None
@@ -310,7 +309,7 @@ class PolicyWatcher:
             else:
                 event, is_news = PolicyEvent('reload', self.path, made, previous), True
         if has_changed:
-            self._dispatcher.policy_changed()
+            self._dispatcher.policies.policy_changed()
         if event.error is not None and is_news:
             logs.logger.error('policy %s: not reloaded, nothing is changed. %s', self.path, error_text(event.error))
         if is_news:
@@ -381,7 +380,7 @@ class PolicyWatcher:
 
     def _is_thawed(self) -> bool:
         """Returns whether the file was refused while dispatch was frozen, and dispatch is no longer frozen."""
-        return self._refused is not None and self._refused[1] is FrozenError and self._dispatcher.frozen is None
+        return self._refused is not None and self._refused[1] is FrozenError and self._dispatcher.policies.frozen is None
 
     def _after_fork_in_child(self) -> None:
         self._turn = threading.RLock()

@@ -23,8 +23,8 @@ from fla.backends.core.device_label import device_label, drivers, version_of
 from fla.backends.core.errors import UnknownNameError
 from fla.backends.policy.policy import Policy, Rule
 from fla.backends.policy.precedence import Layer
-from fla.backends.runtime.dispatcher import Dispatcher, owner_of
-from fla.backends.runtime.explain import describe_argument, explain_entry
+from fla.backends.runtime.dispatcher import Dispatcher, entry_of, owner_of
+from fla.backends.runtime.explain import describe_argument
 from fla.backends.tuning.choices import choose, order_by_time
 from fla.backends.tuning.measurements import Choice, Measured, MeasurementError, Measurements, Timing, read
 from fla.backends.tuning.ranks import Ranks
@@ -95,7 +95,7 @@ def measure(
     policy = ranks.run('use what was measured', lambda: _policy(owner, made, source))
     if path is not None:
         ranks.run('write what was measured', lambda: made.save(path), first_only=True)
-    owner.set_measured(policy, source)
+    owner.policies.set_measured(policy, source)
     return made
 
 
@@ -163,12 +163,12 @@ def _policy(owner: Dispatcher, made: Measurements, source: str) -> Policy:
     rules = [rule for rule in owner.policies.measured_rules() if rule.ops not in keys]
     for key, measured in made.functions.items():
         with _naming(source):
-            entry = owner.entry(key)
+            entry = owner.catalogue.entry(key)
         for choice in measured.rules:
             rule = Rule((key,), choice.use, choice.when, place=f'{source} ({_summary(measured, choice)})')
             with _naming(source):
-                owner.check_tokens(rule.use, key)
-            problems = rule.condition.problems(entry.signature) if rule.condition else []
+                owner.catalogue.check_tokens(rule.use, key)
+            problems = rule.condition.problems(entry.spec.signature) if rule.condition else []
             if problems:
                 raise MeasurementError(f'{source}: {key} when {choice.when!r}: {"; ".join(problems)}')
             rules.append(rule)
@@ -235,35 +235,37 @@ def _measure(
         try:
             bound = entry.spec.signature.signature.bind(*call.args, **call.keywords)
         except TypeError as error:
-            raise TypeError(f'a call of {entry.key}: {error}') from None
+            raise TypeError(f'a call of {entry.spec.key}: {error}') from None
         # on_error='raise': a backend whose circuit is open now may be the quickest when it is closed again
-        state = owner.state_without_measured().above(Layer(Policy(on_error='raise'), 'measure()'))
-        decision = explain_entry(entry, call.args, call.keywords, None, state)
+        state = owner.policies.state_without_measured().above(Layer(Policy(on_error='raise'), 'measure()'))
+        decision = entry.decide(call.args, call.keywords, None, state)
         able = [c.name for c in decision.candidates if c.can_run]
         by_name = {member.name: member.backend for member in entry.members()}
         names = [name for name in able if by_name[name].kind != 'reference'] or able
         if not names:
-            raise MeasurementError(f'{entry.key}: no backend can serve this call, so nothing can be measured\n{decision}')
+            raise MeasurementError(
+                f'{entry.spec.key}: no backend can serve this call, so nothing can be measured\n{decision}'
+            )
         packages |= {package for name in names if (package := by_name[name].package_name)}
         bound.apply_defaults()
         device = next((x.device for x in bound.arguments.values() if isinstance(x, torch.Tensor)), torch.device('cpu'))
         if device.type == 'meta':
-            raise MeasurementError(f'{entry.key}: meta tensors have no values, so nothing can be measured')
+            raise MeasurementError(f'{entry.spec.key}: meta tensors have no values, so nothing can be measured')
         platform = platform_of_type(device.type)
         devices.add(device_label(platform, device.index))
         times = {name: _time(entry, name, bound, device, warmup, repeats) for name in names}
         shown = {n: describe_argument(v) for n, v in bound.arguments.items() if isinstance(v, torch.Tensor)}
         timing = Timing(shown, dict(sorted(times.items(), key=lambda item: (item[1] is None, item[1]))))
         if not timing.order:
-            raise MeasurementError(f'{entry.key}: each backend that can serve this call raised (see the log): {shown}')
-        sample = _Sample(_features(entry.signature, bound.arguments), timing, tuple(names))
-        samples.setdefault(entry.key, []).append(sample)
+            raise MeasurementError(f'{entry.spec.key}: each backend that can serve this call raised (see the log): {shown}')
+        sample = _Sample(_features(entry.spec.signature, bound.arguments), timing, tuple(names))
+        samples.setdefault(entry.spec.key, []).append(sample)
     if len(devices) > 1:
         raise MeasurementError(f'one file is for one device, the calls are on {", ".join(sorted(devices))}')
     functions = {}
     for key, of_function in samples.items():
         points = _points(of_function, margin)
-        signature = owner.entry(key).signature
+        signature = owner.catalogue.entry(key).spec.signature
         optional = [name for name in signature.tensors if signature.annotated and signature.is_optional_tensor(name)]
         rules = choose(points, optional) if points else ()
         functions[key] = Measured(rules, tuple(sample.timing for sample in of_function))
@@ -316,7 +318,7 @@ def _time(entry: Any, name: str, bound: Any, device: torch.device, warmup: int, 
     # past the dispatcher: these runs are not counted as calls, and a circuit breaker does not refuse them
     function = entry.direct(next(member for member in entry.members() if member.name == name))
     wanted = [x for x in bound.arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
-    originals = {changed: bound.arguments[changed] for changed in entry.mutates if changed in bound.arguments}
+    originals = {changed: bound.arguments[changed] for changed in entry.spec.mutates if changed in bound.arguments}
     times = []
     try:
         for number in range(warmup + repeats):
