@@ -268,7 +268,7 @@ def test_cuda_events_are_read_later_and_never_waited_for(cuda_events):
 
     t = make(timing=True, pending=2)
     for _ in range(3):
-        t.add(('op.f', 'a', 'served'), elapsed(begin(cuda_events), cuda_events))
+        t.outcome(('op.f', 'a', 'served'), elapsed(begin(cuda_events), cuda_events), None)
     assert t.snapshot()['timings'] == []
     assert (t.snapshot()['pending'], t.snapshot()['dropped']) == (2, 1)
     FakeEvent.all_passed = True
@@ -284,7 +284,7 @@ def test_in_a_capture_no_event_is_made_and_none_is_read(cuda_events, monkeypatch
     from fla.backends.runtime.recorders import begin, elapsed
 
     t = make(timing=True)
-    t.add(('op.f', 'a', 'served'), elapsed(begin(cuda_events), cuda_events))
+    t.outcome(('op.f', 'a', 'served'), elapsed(begin(cuda_events), cuda_events), None)
     FakeEvent.all_passed = True
     for room in ('observe.telemetry', 'runtime.recorders'):
         monkeypatch.setattr(sys.modules[f'fla.backends.{room}'], 'in_capture', lambda: True)

@@ -370,7 +370,7 @@ def test_questions_while_operations_load(library):
     functions = [library.f(f'op{n}') for n in range(12)]
     for n in range(3):
         crew.repeat(f'caller {n}', lambda: [f() for f in random.sample(functions, 12)])
-    crew.repeat('validate', dispatcher.validate)
+    crew.repeat('validate', validate)
     crew.repeat('snapshot', snapshot)
     crew.repeat('functions', dispatcher.functions)
     crew.repeat('declare', lambda: library.dispatcher.registry(f'new{random.random():.8f}'.replace('.', '_')))
