@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Check dispatch under another torch: scripts/check_torch.sh 2.7.1 [folder of an environment to keep and use again]
-# Makes an environment with that release from PyPI (on Linux a CUDA build, which does not load without NVIDIA's libraries:
-# about 3 GB to fetch, 7 GB on disk), runs check_torch.py in it, and writes scripts/results/check_torch-VERSION.json.
+# Checks dispatch with another release of torch, for example: scripts/check_torch.sh 2.7.1 [ENVIRONMENT]
+# Installs that release in a virtual environment, runs check_torch.py there, and writes scripts/results/check_torch-VERSION.json.
+# ENVIRONMENT is a folder for the environment, which is kept and reused; the default is temporary. On Linux the release is a
+# CUDA build, which does not load without NVIDIA's libraries: about 3 GB to download, 7 GB on disk.
 set -euo pipefail
 
 version=${1:?usage: check_torch.sh VERSION [ENVIRONMENT]}
