@@ -1,4 +1,4 @@
-"""Another distribution with files under `fla/` is named where something fails, and costs nothing where nothing does."""
+"""Errors name another distribution with files under `fla/`; calls that succeed never look for one."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ THEIRS = 'fla-core 0.6.0 (installed at '
 
 
 def distribution(folder, name='fla-core', version='0.6.0', *, record=(), top_level=None, metadata=True):
-    """The metadata of an installed distribution; `record` are its files, or the bytes of a broken list."""
+    """Write the metadata of an installed distribution. `record` lists its files, or is the bytes of a broken list."""
     info = folder / f'{name.replace("-", "_")}-{version}.dist-info'
     info.mkdir(parents=True)
     if metadata:
@@ -34,7 +34,7 @@ def distribution(folder, name='fla-core', version='0.6.0', *, record=(), top_lev
 
 @pytest.fixture
 def beside(tmp_path, monkeypatch):
-    """A folder of installed packages on the path."""
+    """A folder on sys.path for installed packages."""
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
@@ -47,8 +47,8 @@ SHAPES = {
     'no record': ({'name': 'Flash_Linear.Attention', 'record': None}, True),
     'broken record': ({'record': b'\xff\xfe\x00'}, True),
     'broken record of another': ({'name': 'other', 'record': b'\xff\xfe\x00'}, False),
-    'record that is no table': ({'name': 'other', 'record': b'"fla,\n\n,,,,\x00'}, False),
-    'no metadata': ({'name': 'other', 'metadata': False, 'record': ['fla/x.py']}, False),
+    'record that is not a table': ({'name': 'other', 'record': b'"fla,\n\n,,,,\x00'}, False),
+    'without metadata': ({'name': 'other', 'metadata': False, 'record': ['fla/x.py']}, False),
     'names that look alike': ({'name': 'flax', 'record': ['flax/fla/x.py', 'fla.py'], 'top_level': 'flax'}, False),
     'this one': ({'name': 'fla-dispatch', 'record': ['fla/__init__.py'], 'top_level': 'fla'}, False),
     'this one, spelled otherwise': ({'name': 'FLA_dispatch', 'record': ['fla/__init__.py']}, False),
@@ -67,7 +67,7 @@ def test_shapes(beside, shape):
 
 
 def test_this_installation_has_one_owner():
-    """An editable one has metadata twice: installed, and beside the source."""
+    """Although an editable installation has metadata twice: installed, and beside the source."""
     assert owners.conflict() is None
 
 
@@ -126,11 +126,11 @@ def test_errors_of_dispatch(beside, fresh):
     distribution(beside, record=['fla/ops/gla/__init__.py'])
 
     @dispatch('kda', default_verifier=lambda x: (False, 'never'))
-    def served_by_nobody(x):
+    def never_served(x):
         return x
 
     with pytest.raises(NoBackendError) as caught:
-        served_by_nobody(1)
+        never_served(1)
     assert 'never' in str(caught.value)
     assert THEIRS in str(caught.value)
 
@@ -144,7 +144,7 @@ def test_errors_of_dispatch(beside, fresh):
 
 
 def test_backends_that_cannot_be_imported(beside, fresh, monkeypatch):
-    """A package of backends, and a backend registered by its path."""
+    """A package of backends, and a backend that is registered by its path."""
     package = beside / 'madeup_for_owners'
     for name, text in {
         '__init__': '',
@@ -187,14 +187,14 @@ def test_command_line_and_validate(beside, fresh, capsys):
 
 
 def child(code, folder, **environment):
-    """Run code in a process that finds packages in a folder first."""
+    """Run code in a process with `folder` first on sys.path."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
     command = [sys.executable, '-c', dedent(code)]
     environment = {**clean, 'PYTHONPATH': str(folder), **environment}
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_nothing_is_read_while_all_is_well():
+def test_calls_that_succeed_read_no_metadata():
     done = child(
         """
         import torch
@@ -215,7 +215,7 @@ def test_nothing_is_read_while_all_is_well():
 
 @pytest.fixture
 def installed(tmp_path):
-    """This package and the other one in one folder."""
+    """This package and the other one, in one folder."""
     shutil.copytree(SOURCE, tmp_path / 'fla', ignore=shutil.ignore_patterns('__pycache__'))
     distribution(tmp_path, record=['fla/__init__.py', 'fla/ops/__init__.py', 'fla/ops/gla/__init__.py'])
     theirs = tmp_path / 'fla' / 'ops' / 'gla' / '__init__.py'
@@ -226,7 +226,7 @@ def installed(tmp_path):
 
 @pytest.mark.parametrize('overwritten', [(), ('fla/__init__.py',), ('fla/__init__.py', 'fla/ops/__init__.py')], ids=len)
 def test_one_overwrites_the_other(installed, overwritten):
-    """`import fla` never fails, whosever files are there; theirs that need what is gone say what happened."""
+    """`import fla` works with files of either package, and theirs that need an overwritten file say what happened."""
     for name in overwritten:
         (installed / name).write_text('__version__ = "0.6.0 of theirs"\n')
     done = child(

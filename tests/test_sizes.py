@@ -1,4 +1,4 @@
-"""Sizes of tiles and grids, by their definitions."""
+"""Sizes of tiles and grids, against their definitions."""
 
 import math
 

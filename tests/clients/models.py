@@ -1,7 +1,7 @@
-"""Small random models of transformers that call the operations, and what they compute.
+"""Small random models of transformers that call the operations, and their results.
 
-As a program it runs them on transformers' own PyTorch path, in a process where `fla` cannot be imported, and saves the
-results, and what the same path computes in float64 on the CPU: transformers decides at import which functions it calls.
+As a program, this file runs the models in a process where `fla` cannot be imported, because transformers chooses the
+functions that it calls at import. It saves the results of transformers' own PyTorch code, and those in float64 on the CPU.
 
     python tests/clients/models.py OUT.pt [DEVICE]
 """
@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-# Nothing is to be fetched, whatever a model would like.
+# Keeps models from downloading anything.
 os.environ['HF_HUB_OFFLINE'] = '1'
 
 import torch
@@ -86,18 +86,18 @@ def build(name: str, hidden_size: int = 64, head_dim: int = 16, layers: int = 4)
     model: torch.nn.Module = getattr(transformers, model_class)(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            # wider than the usual 0.02, so that no layer is negligible
+            # larger than the usual 0.02, so that every layer matters
             torch.nn.init.normal_(parameter, std=0.15)
     return model.eval()
 
 
 def tokens(*shape: int) -> torch.Tensor:
-    """Random tokens, none of them padding."""
+    """Random tokens without padding."""
     return torch.randint(1, COMMON['vocab_size'], shape, generator=torch.Generator().manual_seed(1))
 
 
 class InDouble(TorchFunctionMode):
-    """float64 wherever a model's code asks for float32."""
+    """Replaces float32 in a model's code by float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.float:
@@ -108,16 +108,16 @@ class InDouble(TorchFunctionMode):
 
 
 def exact_results(name: str) -> dict[str, Any]:
-    """As `results`, in float64."""
+    """`results` in float64 on the CPU."""
     model = build(name).double()
-    # the grouped product has no float64
+    # grouped matrix products have no float64
     model.set_experts_implementation('eager')  # type: ignore[operator]
     with InDouble():
         return results_of(model, 'cpu')
 
 
 def results(name: str, device: str = 'cpu') -> dict[str, Any]:
-    """Logits, loss, gradients and greedy generations of one model on that device, copied to the CPU."""
+    """Logits, loss, gradients and greedy generations of a model on `device`, copied to the CPU."""
     return results_of(build(name).to(device), device)
 
 

@@ -1,4 +1,4 @@
-"""transformers' models call our operations, unchanged, and compute what they compute with transformers' own PyTorch code."""
+"""Unchanged transformers models call our operations and compute the same as with transformers' own PyTorch code."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ transformers = pytest.importorskip('transformers', reason=NEEDED)
 if Version(transformers.__version__) < Version('5.24'):
     pytest.skip(f'{NEEDED}; has {transformers.__version__}', allow_module_level=True)
 
-# Both sides are float32; what differs is the order of the sums. Gradients pass through every layer twice.
+# Both sides are float32 and differ in the order of sums. Gradients pass through every layer twice.
 LOGITS, GRADIENTS = 2e-5, 2e-4
 
 
@@ -28,17 +28,17 @@ def device(request):
 
 @pytest.fixture(scope='module')
 def without_fla(tmp_path_factory, device):
-    """The same models, in a process that has no `fla`, and in float64. It runs beside tests that need none of it."""
+    """The results without `fla` and in float64, from a process that runs while tests compute ours."""
     out = tmp_path_factory.mktemp('clients') / 'results.pt'
     script = Path(__file__).with_name('models.py')
     environ = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    command, said = [sys.executable, str(script), str(out), device], out.with_suffix('.txt')
-    with said.open('w') as file, subprocess.Popen(command, env=environ, stdout=file, stderr=file) as process:
+    command, log = [sys.executable, str(script), str(out), device], out.with_suffix('.txt')
+    with log.open('w') as file, subprocess.Popen(command, env=environ, stdout=file, stderr=file) as process:
         found = []
 
         def get(name):
             if not found:
-                assert process.wait(timeout=300) == 0, said.read_text()
+                assert process.wait(timeout=300) == 0, log.read_text()
                 found.extend(torch.load(out))
             return [one[name] for one in found]
 
@@ -53,8 +53,8 @@ def error(expected, got):
 
 
 def compare(what, bound, device, exact, theirs, ours):
-    """Ours is as right as theirs, and differs from theirs by less than the bound or, on a GPU, where products are rounded at
-    other places than PyTorch's, by less than theirs is off."""
+    """Our error is within the bound or twice theirs, and ours differs from theirs by less than the bound. On a GPU, where
+    kernels round products at other places, it may also differ by as much as the error of theirs."""
     exact, theirs, ours = exact[what], theirs[what], ours[what]
     off = error(exact, theirs)
     assert error(exact, ours) < max(bound, 2 * off), what
@@ -68,7 +68,7 @@ def test_same_as_without_fla(name, device, without_fla):
         ours = results(name, device)
     chunk, recurrent = f'{operation}.chunk_{operation}', f'{operation}.fused_recurrent_{operation}'
     assert {key: count for key, count in t.counters.items() if key[0].split('.')[0] == operation} == {
-        # three layers; logits, training and prefill, then every further token
+        # three layers: logits, training and prefill, then each further token
         (chunk, backend): 3 * 3,
         (recurrent, backend): 3 * 7,
     }
