@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from fla.layers.cache import Cache
-from fla.layers.checks import cache_and_state, check_call, check_state
+from fla.layers.checks import StateSizes, cache_and_state, check_call, check_state
 from fla.layers.keys import append_steps
 from fla.layers.padding import Packing, packs_for_attention
 from fla.modules.checks import check_eps, check_finite, check_int, check_sizes
@@ -86,6 +86,7 @@ class Attention(nn.Module):
                     f'head_dim must be even for rotary positions, got {self.head_dim}: pass another, or rope_theta=None'
                 )
 
+        self._state_sizes: StateSizes = {'keys_values': ((self.num_kv_heads, self.head_dim),) * 2}
         kv_dim = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=qkv_bias)
         self.k_proj = nn.Linear(hidden_size, kv_dim, bias=qkv_bias)
@@ -131,8 +132,7 @@ class Attention(nn.Module):
         batch, length = hidden_states.shape[:2]
         past = 0 if state is None else state.length
         if state is not None:
-            sizes = (self.num_kv_heads, self.head_dim)
-            check_state(state, self.layer_idx, batch, hidden_states.device, keys_values=[sizes, sizes])
+            check_state(state, self.layer_idx, batch, hidden_states.device, self._state_sizes)
         if attention_mask is not None and attention_mask.shape[1] != past + length:
             raise ValueError(
                 f'attention_mask must have S = {past + length} columns ({past} cached and T = {length} new steps), '

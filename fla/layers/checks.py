@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -10,6 +10,9 @@ from fla.backends import check_tensors
 from fla.layers.cache import Cache, LayerState
 from fla.modules.checks import check_floating, check_mask
 from fla.ops.recurrence.checks import check_cu_seqlens, check_dense, check_given
+
+# Attribute of `LayerState` → the last dimensions of each of its tensors.
+StateSizes = Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 def check_call(
@@ -65,12 +68,11 @@ def check_state(
     layer_idx: int | None,
     rows: int | torch.SymInt,
     device: torch.device,
-    **sizes: Sequence[tuple[int, ...]],
+    sizes: StateSizes,
 ) -> None:
     """Check that a state fits a call, before the call changes anything.
 
-    It must be whole, have a row for each of `rows` sequences and be on `device`. `sizes` are the last dimensions of its
-    tensors, by attribute of `LayerState`.
+    It must be whole, have a row for each of `rows` sequences, be on `device` and have tensors of the layer's `sizes`.
     """
     for x in state.tensors():
         if x.shape[0] != rows:
@@ -84,7 +86,7 @@ def check_state(
     for name, tensors in stored.items():
         if tensors is None:
             continue
-        wanted = sizes.get(name, [])
+        wanted = sizes.get(name, ())
         if len(tensors) != len(wanted) or any(x.shape[-len(y) :] != y for x, y in zip(tensors, wanted, strict=True)):
             raise ValueError(
                 f'past_key_values[{layer_idx}].{name} belongs to another layer: its sizes are '

@@ -12,7 +12,7 @@ from torch import nn
 
 from fla.backends.core.tensors import in_func_transform
 from fla.layers.cache import Cache, LayerState
-from fla.layers.checks import cache_and_state, check_call, check_state
+from fla.layers.checks import StateSizes, cache_and_state, check_call, check_state
 from fla.layers.padding import Packing
 from fla.modules.checks import check_eps, check_finite, check_int, check_sizes
 from fla.modules.convolution import ShortConvolution, changes_cache
@@ -73,6 +73,10 @@ class DeltaLayer(nn.Module):
         self._parts_per_head = self.head_v_dim // widest
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self.use_short_conv, self.allow_neg_eigval = use_short_conv, allow_neg_eigval
+        self._state_sizes: StateSizes = {
+            'recurrent': ((self.num_v_heads * self._parts_per_head, self.head_k_dim, widest),),
+            'conv': tuple((dim, conv_size) for dim in (self.key_dim, self.key_dim, self.value_dim) if use_short_conv),
+        }
 
         self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
@@ -165,9 +169,7 @@ class DeltaLayer(nn.Module):
         batch, length = hidden_states.shape[:2]
         if state is not None:
             rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            recurrent = self.num_v_heads * self._parts_per_head, self.head_k_dim, self.head_v_dim // self._parts_per_head
-            conv = [(one.hidden_size, one.kernel_size[0]) for one in self._convolutions]
-            check_state(state, self.layer_idx, rows, hidden_states.device, recurrent=[recurrent], conv=conv)
+            check_state(state, self.layer_idx, rows, hidden_states.device, self._state_sizes)
         packing = padding = None
         if attention_mask is not None:
             if length == 1 and state is not None and state.recurrent is not None:
@@ -230,10 +232,6 @@ class DeltaLayer(nn.Module):
             state.conv, state.recurrent, state.torn = conv, final, False
         return out if padding is None else out.masked_fill(padding, 0.0)
 
-    @property
-    def _convolutions(self) -> tuple[ShortConvolution, ...]:
-        return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.use_short_conv else ()
-
     def _project(
         self,
         x: torch.Tensor,
@@ -250,7 +248,8 @@ class DeltaLayer(nn.Module):
         if state is not None and state.conv is not None:
             before = state.conv if packing is None else tuple(packing.pack_states(past) for past in state.conv)
         results = []
-        for convolution, y, past in zip(self._convolutions, projected, before, strict=True):
+        convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+        for convolution, y, past in zip(convolutions, projected, before, strict=True):
             if state is not None and past is not None and padding is None and changes_cache(y, past, cu_seqlens):
                 # until the recurrence has taken the step too; in a torch.func transform PyTorch refuses to write at all
                 state.torn |= not in_func_transform()
