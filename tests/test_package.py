@@ -12,13 +12,14 @@ import pytest
 from packaging.version import Version
 
 import fla
+from fla.utils import owners
 
 ROOT = Path(fla.__file__).parents[1]
 
 
 def test_version_differs_from_flash_linear_attention():
     assert Version(fla.__version__) >= Version('0.7')
-    assert fla.__distribution__ == 'fla-dispatch'
+    assert fla.__distribution__ == owners.OURS == 'fla-dispatch'
 
 
 def test_import_fla_gives_its_packages_on_first_use():

@@ -185,9 +185,9 @@ def test_padded_prefill_in_pieces(padded, name, pieces):
         o = torch.cat(outputs, 1)
         last = layer(more, attention_mask=torch.cat([mask, torch.ones(4, 1)], 1), past_key_values=cache)[0]
         assert not o[mask == 0].any()
-        for b, kept in enumerate(mask.bool()):
-            whole = layer(torch.cat([x[b : b + 1, kept], more[b : b + 1]], 1))[0][0]
-            assert error(whole, torch.cat([o[b, kept], last[b]])) < bound(name)
+        for b, is_step in enumerate(mask.bool()):
+            whole = layer(torch.cat([x[b : b + 1, is_step], more[b : b + 1]], 1))[0][0]
+            assert error(whole, torch.cat([o[b, is_step], last[b]])) < bound(name)
 
 
 @pytest.mark.parametrize('name', LAYERS)

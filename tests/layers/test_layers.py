@@ -254,10 +254,10 @@ def test_padded_generation(padded, name, side):
             mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
             pieces.append(layer(more[:, t : t + 1], attention_mask=mask, past_key_values=cache)[0])
     for b, n in enumerate(lengths):
-        kept = mask[b, :6].bool()
-        whole = oracle(name, layer, torch.cat([x[b, kept], more[b]])[None])[0]
-        assert error(whole[:n], o[b, kept]) < bound(name)
-        assert not o[b, ~kept].any()
+        is_step = mask[b, :6].bool()
+        whole = oracle(name, layer, torch.cat([x[b, is_step], more[b]])[None])[0]
+        assert error(whole[:n], o[b, is_step]) < bound(name)
+        assert not o[b, ~is_step].any()
         assert error(whole[n:], torch.cat(pieces, 1)[b]) < bound(name)
 
 
@@ -296,14 +296,14 @@ def test_gradients_of_packed_sequences(name):
 def test_gradients_of_padded_sequences(padded, name):
     """They are those of the steps alone, although padding is NaN and its output has a gradient."""
     layer, x = make(name), hidden(1, 9).requires_grad_()
-    kept = torch.tensor([0, 0, 1, 1, 0, 1, 1, 1, 0]).bool()
+    is_step = torch.tensor([0, 0, 1, 1, 0, 1, 1, 1, 0]).bool()
     given = torch.full((2, 9, HIDDEN), torch.nan, dtype=torch.float64)
-    given = given.index_put((torch.tensor(0), kept.nonzero()[:, 0]), x[0, :5]).index_put((torch.tensor(1),), x[0])
-    mask = torch.stack([kept, torch.ones(9).bool()])
+    given = given.index_put((torch.tensor(0), is_step.nonzero()[:, 0]), x[0, :5]).index_put((torch.tensor(1),), x[0])
+    mask = torch.stack([is_step, torch.ones(9).bool()])
     o, weights = layer(given, attention_mask=mask)[0], hidden(2, 9, seed=5)
     mine = torch.autograd.grad((o * weights).sum(), [x, *layer.parameters()])
     whole = exact_gradients(name, x, weights[1:])
-    part = exact_gradients(name, x[:, :5], weights[:1, kept])
+    part = exact_gradients(name, x[:, :5], weights[:1, is_step])
     expected = {label: whole[label] + part[label] for label in whole if label != 'x'}
     expected = {'x': whole['x'] + F.pad(part['x'], (0, 0, 0, 4)), **expected}
     for (label, a), b in zip(expected.items(), mine, strict=True):
@@ -462,8 +462,8 @@ def test_padded_samples_of_a_vmap(name):
     with torch.no_grad(), trace() as recorded:
         found = torch.vmap(lambda x, mask: layer(x, attention_mask=mask)[0])(x, mask)
     assert {backend for _, backend in recorded.counters} <= {'reference', 'sdpa'}
-    for sample, rows, kept in zip(found, x, mask.bool(), strict=True):
-        for out, row, steps in zip(sample, rows, kept, strict=True):
+    for sample, rows, is_step in zip(found, x, mask.bool(), strict=True):
+        for out, row, steps in zip(sample, rows, is_step, strict=True):
             assert not out[~steps].any()
             assert error(oracle(name, layer, row[steps][None])[0], out[steps]) < bound(name)
 
