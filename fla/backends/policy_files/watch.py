@@ -331,7 +331,7 @@ class PolicyWatcher:
             wakeups = reported(self.path, self._stopping) if self._poll is None else polled(self._poll, self._stopping)
             try:
                 for _ in wakeups:
-                    self._look_safely()
+                    self._look()
             except Exception as error:  # no inotify instances left, for example
                 logs.logger.warning(
                     'policy %s: the operating system does not report changes (%s); the file is read every %g s instead',
@@ -341,13 +341,13 @@ class PolicyWatcher:
                 )
                 self._poll = _POLL_SECONDS
 
-    def _look_safely(self) -> None:
+    def _look(self) -> None:
         try:
-            self._look()
+            self._take_if_new()
         except BaseException:  # the thread must live to see the next change
             logs.logger.exception('policy %s: the watcher goes on after an error of its own', self.path)
 
-    def _look(self) -> None:
+    def _take_if_new(self) -> None:
         """Takes the file if its content is new and has settled."""
         state = self._settled_state()
         if state is None or (state == self._seen and not self._is_thawed()):
@@ -383,10 +383,6 @@ class PolicyWatcher:
         """Returns whether the file was refused while dispatch was frozen, and dispatch is no longer frozen."""
         return self._refused is not None and self._refused[1] is FrozenError and self._dispatcher.frozen is None
 
-    def _after_fork_in_child(self) -> None:
-        self._turn = threading.RLock()
-        self._stopping = threading.Event()
-
 
 def _seconds(name: str, value: float, least: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= sys.float_info.max:
@@ -420,7 +416,7 @@ def stop_watching(dispatcher: Dispatcher) -> None:
 
 def _in_child() -> None:
     for watcher in list(_watchers.values()):
-        watcher._after_fork_in_child()
+        watcher._turn, watcher._stopping = threading.RLock(), threading.Event()
 
 
 def _at_exit() -> None:
