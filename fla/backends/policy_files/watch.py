@@ -27,7 +27,7 @@ from fla.backends.core.errors import DispatchError, FrozenError, error_text
 from fla.backends.core.locking import lock
 from fla.backends.policy.policy import Policy
 from fla.backends.policy_files.extra import require_extra
-from fla.backends.policy_files.file_changes import is_content, polled, reported, state_of
+from fla.backends.policy_files.file_changes import is_content, polled, reported, stamp_of, state_of
 from fla.backends.policy_files.versions import checked_path
 from fla.backends.registry.discovery import in_forked_children
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
@@ -367,17 +367,14 @@ class PolicyWatcher:
             self._notify(PolicyEvent('reload', self.path, now, now))
 
     def _settled_state(self) -> str | None:
-        """Returns the file's state when that has not changed for `debounce` seconds; None if watching ends."""
-        state = state_of(self.path)
+        """Returns the file's state when it has not been written for `debounce` seconds; None if watching ends."""
         for _ in range(_MAX_DEBOUNCES):
-            if state == self._seen:
-                break
+            before = stamp_of(self.path)
             if self._stopping.wait(self._debounce):
                 return None
-            before, state = state, state_of(self.path)
-            if state == before:
+            if stamp_of(self.path) == before:
                 break
-        return state
+        return state_of(self.path)
 
     def _is_thawed(self) -> bool:
         """Returns whether the file was refused while dispatch was frozen, and dispatch is no longer frozen."""
