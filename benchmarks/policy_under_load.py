@@ -235,7 +235,7 @@ class Load:
         """Runs all threads at once and returns the counts."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / 'policy.yaml'
-            self.write(path, 0)
+            last = self.write(path, 0)
             events: list[str] = []
             note = lambda event: events.append(event.kind)  # noqa: E731
             # not a scope: scopes of other threads end in a forked child
@@ -247,6 +247,8 @@ class Load:
                     part.start()
                 for number in range(1, self.rewrites + 1):
                     time.sleep(self.seconds / self.rewrites)
+                    if number % 5 == 0:  # a version still on its way would count as a change by the bad file
+                        soon(lambda last=last: watcher.current_version().policy.prefer == (last,))
                     before, refused = watcher.current_version(), events.count('error')
                     last = self.write(path, number)
                     if last is None:

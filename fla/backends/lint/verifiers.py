@@ -313,15 +313,11 @@ def _verdict(value: ast.expr | None, place: ast.AST) -> Iterator[Problem]:
             yield 'verdict', place, 'rejects without a reason', 'say what the call must be like: (False, "K must be 128")'
         case ast.Tuple(elts=[ast.Constant(value=bool()), _]):
             pass
-        case None:
-            yield 'verdict', place, 'returns nothing', _FORM
-        case (
-            ast.Tuple(elts=[ast.Constant() | ast.Starred(), _])
-            | (ast.Constant() | ast.Compare() | ast.List() | ast.Dict() | ast.Set())
-            | (ast.JoinedStr() | ast.UnaryOp() | ast.Lambda())
-        ):
-            yield 'verdict', place, f'returns {ast.unparse(value)}', _FORM
-        case ast.Tuple(elts=elements) if len(elements) != 2:
+        case ast.Tuple(elts=[first, _]) if not isinstance(first, (ast.Constant, ast.Starred)):
+            pass
+        case None | ast.Tuple() | ast.List() | ast.Dict() | ast.Set() | ast.JoinedStr() | ast.Lambda():
+            yield 'verdict', place, f'returns {"nothing" if value is None else ast.unparse(value)}', _FORM
+        case ast.Constant() | ast.Compare() | ast.UnaryOp():
             yield 'verdict', place, f'returns {ast.unparse(value)}', _FORM
 
 
@@ -350,10 +346,6 @@ def _leaves_at(statement: ast.stmt) -> bool:
             return (all(_leaves(h.body) for h in handlers) and (_leaves(body) or _leaves(orelse))) or _leaves(final)
         case ast.While(test=ast.Constant(value=value)) if value:
             return not any(isinstance(node, ast.Break) for node in ast.walk(statement))
-        case ast.Match(cases=cases):
-            is_whole = any(
-                case.guard is None and isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
-                for case in cases
-            )
-            return is_whole and all(_leaves(case.body) for case in cases)
+        case ast.Match(cases=[*_, ast.match_case(pattern=ast.MatchAs(pattern=None), guard=None)] as cases):
+            return all(_leaves(case.body) for case in cases)
     return False

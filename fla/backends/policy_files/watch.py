@@ -28,9 +28,7 @@ from fla.backends.core.locking import lock
 from fla.backends.policy.policy import Policy
 from fla.backends.policy.version import PolicyVersion
 from fla.backends.policy_files.extra import require_extra
-from fla.backends.policy_files.file_changes import is_content, polled, reported, state_of
-from fla.backends.policy_files.load import read_version
-from fla.backends.policy_files.trial import require_backends
+from fla.backends.policy_files.file_changes import is_content, polled, reported, stamp_of, state_of
 from fla.backends.policy_files.versions import checked_path
 from fla.backends.registry.discovery import in_forked_children
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
@@ -330,7 +328,7 @@ class PolicyWatcher:
             wakeups = reported(self.path, self._stopping) if self._poll is None else polled(self._poll, self._stopping)
             try:
                 for _ in wakeups:
-                    self._look_safely()
+                    self._look()
             except Exception as error:  # no inotify instances left, for example
                 logs.logger.warning(
                     'policy %s: the operating system does not report changes (%s); the file is read every %g s instead',
@@ -340,13 +338,13 @@ class PolicyWatcher:
                 )
                 self._poll = _POLL_SECONDS
 
-    def _look_safely(self) -> None:
+    def _look(self) -> None:
         try:
-            self._look()
+            self._take_if_new()
         except BaseException:  # the thread must live to see the next change
             logs.logger.exception('policy %s: the watcher goes on after an error of its own', self.path)
 
-    def _look(self) -> None:
+    def _take_if_new(self) -> None:
         """Takes the file if its content is new and has settled."""
         state = self._settled_state()
         if state is None or (state == self._seen and not self._is_thawed()):
@@ -366,25 +364,18 @@ class PolicyWatcher:
             self._notify(PolicyEvent('reload', self.path, now, now))
 
     def _settled_state(self) -> str | None:
-        """Returns the file's state when that has not changed for `debounce` seconds; None if watching ends."""
-        state = state_of(self.path)
+        """Returns the file's state when it has not been written for `debounce` seconds; None if watching ends."""
         for _ in range(_MAX_DEBOUNCES):
-            if state == self._seen:
-                break
+            before = stamp_of(self.path)
             if self._stopping.wait(self._debounce):
                 return None
-            before, state = state, state_of(self.path)
-            if state == before:
+            if stamp_of(self.path) == before:
                 break
-        return state
+        return state_of(self.path)
 
     def _is_thawed(self) -> bool:
         """Returns whether the file was refused while dispatch was frozen, and dispatch is no longer frozen."""
         return self._refused is not None and self._refused[1] is FrozenError and self._dispatcher.policies.frozen is None
-
-    def _after_fork_in_child(self) -> None:
-        self._turn = threading.RLock()
-        self._stopping = threading.Event()
 
 
 def _seconds(name: str, value: float, least: float = 0.0) -> float:
@@ -419,7 +410,7 @@ def stop_watching(dispatcher: Dispatcher) -> None:
 
 def _in_child() -> None:
     for watcher in list(_watchers.values()):
-        watcher._after_fork_in_child()
+        watcher._turn, watcher._stopping = threading.RLock(), threading.Event()
 
 
 def _at_exit() -> None:

@@ -216,61 +216,65 @@ def _listed(calls: Iterable[functools.partial[Any]]) -> list[functools.partial[A
 
 @dataclass(frozen=True)
 class _Sample:
-    """A measured call: what conditions can compare, its times, and the order without measurements."""
+    """A measured call: what conditions can compare, its times, the order without measurements, and where it ran."""
 
+    entry: Any
     features: dict[str, Any]
     timing: Timing
     standing: tuple[str, ...]
+    platform: str
+    device: str
+    packages: set[str]
 
 
 def _measure(
     calls: Sequence[functools.partial[Any]], warmup: int, repeats: int, margin: float, progress: bool, owner: Dispatcher
 ) -> Measurements:
-    samples: dict[str, list[_Sample]] = {}
-    devices: set[str] = set()
-    platform = 'cpu'
-    packages: set[str] = set()
-    for call in _with_progress(calls) if progress else calls:
-        entry = entry_of(call.func)
-        try:
-            bound = entry.spec.signature.signature.bind(*call.args, **call.keywords)
-        except TypeError as error:
-            raise TypeError(f'a call of {entry.spec.key}: {error}') from None
-        # on_error='raise': a backend whose circuit is open now may be the quickest when it is closed again
-        state = owner.policies.state_without_measured().above(Layer(Policy(on_error='raise'), 'measure()'))
-        decision = entry.decide(call.args, call.keywords, None, state)
-        able = [c.name for c in decision.candidates if c.can_run]
-        by_name = {member.name: member.backend for member in entry.members()}
-        names = [name for name in able if by_name[name].kind != 'reference'] or able
-        if not names:
-            raise MeasurementError(
-                f'{entry.spec.key}: no backend can serve this call, so nothing can be measured\n{decision}'
-            )
-        packages |= {package for name in names if (package := by_name[name].package_name)}
-        bound.apply_defaults()
-        device = next((x.device for x in bound.arguments.values() if isinstance(x, torch.Tensor)), torch.device('cpu'))
-        if device.type == 'meta':
-            raise MeasurementError(f'{entry.spec.key}: meta tensors have no values, so nothing can be measured')
-        platform = platform_of_type(device.type)
-        devices.add(device_label(platform, device.index))
-        times = {name: _time(entry, name, bound, device, warmup, repeats) for name in names}
-        shown = {n: describe_argument(v) for n, v in bound.arguments.items() if isinstance(v, torch.Tensor)}
-        timing = Timing(shown, dict(sorted(times.items(), key=lambda item: (item[1] is None, item[1]))))
-        if not timing.order:
-            raise MeasurementError(f'{entry.spec.key}: each backend that can serve this call raised (see the log): {shown}')
-        sample = _Sample(_features(entry.spec.signature, bound.arguments), timing, tuple(names))
-        samples.setdefault(entry.spec.key, []).append(sample)
+    samples = [_sample(call, warmup, repeats, owner) for call in (_with_progress(calls) if progress else calls)]
+    devices = sorted({sample.device for sample in samples})
     if len(devices) > 1:
-        raise MeasurementError(f'one file is for one device, the calls are on {", ".join(sorted(devices))}')
+        raise MeasurementError(f'one file is for one device, the calls are on {", ".join(devices)}')
     functions = {}
-    for key, of_function in samples.items():
-        points = _points(of_function, margin)
-        signature = owner.catalogue.entry(key).spec.signature
+    for entry in dict.fromkeys(sample.entry for sample in samples):
+        own = [sample for sample in samples if sample.entry is entry]
+        points, signature = _points(own, margin), entry.signature
         optional = [name for name in signature.tensors if signature.annotated and signature.is_optional_tensor(name)]
-        rules = choose(points, optional) if points else ()
-        functions[key] = Measured(rules, tuple(sample.timing for sample in of_function))
-    versions = ['torch', 'triton', 'fla-dispatch', *drivers(platform), *sorted(packages)]
-    return Measurements(devices.pop(), _versions(versions, platform), functions)
+        functions[entry.key] = Measured(choose(points, optional) if points else (), tuple(sample.timing for sample in own))
+    platform = samples[0].platform
+    packages = sorted(set().union(*(sample.packages for sample in samples)))
+    return Measurements(
+        devices[0], _versions(['torch', 'triton', 'fla-dispatch', *drivers(platform), *packages], platform), functions
+    )
+
+
+def _sample(call: functools.partial[Any], warmup: int, repeats: int, owner: Dispatcher) -> _Sample:
+    entry = entry_of(call.func)
+    try:
+        bound = entry.signature.signature.bind(*call.args, **call.keywords)
+    except TypeError as error:
+        raise TypeError(f'a call of {entry.key}: {error}') from None
+    # on_error='raise': a backend whose circuit is open now may be the quickest when it is closed again
+    state = owner.state_without_measured().above(Layer(Policy(on_error='raise'), 'measure()'))
+    decision = explain_entry(entry, call.args, call.keywords, None, state)
+    able = [c.name for c in decision.candidates if c.can_run]
+    backends = {member.name: member.backend for member in entry.members()}
+    names = [name for name in able if backends[name].kind != 'reference'] or able
+    if not names:
+        raise MeasurementError(f'{entry.key}: no backend can serve this call, so nothing can be measured\n{decision}')
+    bound.apply_defaults()
+    tensors = {name: value for name, value in bound.arguments.items() if isinstance(value, torch.Tensor)}
+    device = next((tensor.device for tensor in tensors.values()), torch.device('cpu'))
+    if device.type == 'meta':
+        raise MeasurementError(f'{entry.key}: meta tensors have no values, so nothing can be measured')
+    times = {name: _time(entry, name, bound, device, warmup, repeats) for name in names}
+    shown = {name: describe_argument(tensor) for name, tensor in tensors.items()}
+    timing = Timing(shown, dict(sorted(times.items(), key=lambda item: (item[1] is None, item[1]))))
+    if not timing.order:
+        raise MeasurementError(f'{entry.key}: each backend that can serve this call raised (see the log): {shown}')
+    features = _features(entry.signature, bound.arguments)
+    platform = platform_of_type(device.type)
+    packages = {package for name in names if (package := backends[name].package_name)}
+    return _Sample(entry, features, timing, tuple(names), platform, device_label(platform, device.index), packages)
 
 
 def _points(samples: Sequence[_Sample], margin: float) -> list[tuple[dict[str, Any], tuple[str, ...]]]:

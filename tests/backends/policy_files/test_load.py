@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pickle
+import sys
 import textwrap
 
 import pytest
@@ -207,6 +208,7 @@ def test_a_path_of_another_type_is_refused(path):
         ('breaker: {cooldown: 190:20:30}', 1, "got '190:20:30'"),
         ('order: {TOY: a}\nlock:\n  TOY: b', 3, 'order has'),
         ('prefer: &x [a]\ndeny: *x', 2, 'aliases'),
+        ('prefer: a\ndeny: &x [b]', 2, 'anchors and aliases'),
         ('prefer: [a', 1, 'not YAML'),
         ('- a', 1, 'the file'),
         ('prefer: !!python/object:os.system a', 1, 'cannot be read'),
@@ -287,6 +289,13 @@ def test_a_directory_is_refused_and_closed(tmp_path):
             load_policy(tmp_path)
     if before:
         assert len(os.listdir('/proc/self/fd')) <= before + 2
+
+
+@pytest.mark.parametrize('missing', ['pydantic', 'ruamel.yaml'])
+def test_a_missing_package_is_named_with_the_extra(write, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=r"a policy file needs .* extra 'policy': pip install pydantic ruamel\.yaml"):
+        load_policy(write('prefer: b'))
 
 
 def test_numbers_follow_yaml_1_2(write):
@@ -414,7 +423,7 @@ def test_a_policy_file_error_can_be_pickled(write, toy):
 
 
 def test_a_file_that_is_too_large_is_refused(write, toy):
-    path = write('prefer: b\n' + '# a log that somebody redirected\n' * 40_000)
+    path = write('prefer: b\n' + '# a redirected log\n' * 40_000)
     with pytest.raises(PolicyFileError, match=r'has \d+ bytes; a policy file has 1048576 at most'):
         load_policy(path)
 

@@ -230,6 +230,13 @@ def test_a_file_without_a_json_object_is_refused(two, tmp_path, text):
         load_measurements(path)
 
 
+def test_loading_without_pydantic_names_the_extra(two, tmp_path, monkeypatch):
+    quick(two, path=tmp_path / 'measured.json')
+    monkeypatch.setitem(sys.modules, 'pydantic', None)
+    with pytest.raises(ImportError, match="a file of measurements needs pydantic, of the extra 'policy'"):
+        load_measurements(tmp_path / 'measured.json')
+
+
 def test_other_versions_are_a_warning(two, tmp_path, caplog):
     path = tmp_path / 'measured.json'
     quick(two, path=path)
