@@ -248,7 +248,7 @@ class Load:
                 for number in range(1, self.rewrites + 1):
                     time.sleep(self.seconds / self.rewrites)
                     if number % 5 == 0:  # a version still on its way would count as a change by the bad file
-                        soon(lambda last=last: watcher.current_version().policy.prefer == (last,))
+                        wait_for(lambda last=last: watcher.current_version().policy.prefer == (last,))
                     before, refused = watcher.current_version(), events.count('error')
                     last = self.write(path, number)
                     if last is None:

@@ -29,6 +29,8 @@ from fla.backends.policy.policy import Policy
 from fla.backends.policy.version import PolicyVersion
 from fla.backends.policy_files.extra import require_extra
 from fla.backends.policy_files.file_changes import is_content, polled, reported, stamp_of, state_of
+from fla.backends.policy_files.load import read_version
+from fla.backends.policy_files.trial import require_backends
 from fla.backends.policy_files.versions import checked_path
 from fla.backends.registry.discovery import in_forked_children
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of

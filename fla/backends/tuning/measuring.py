@@ -237,9 +237,11 @@ def _measure(
     functions = {}
     for entry in dict.fromkeys(sample.entry for sample in samples):
         own = [sample for sample in samples if sample.entry is entry]
-        points, signature = _points(own, margin), entry.signature
+        points, signature = _points(own, margin), entry.spec.signature
         optional = [name for name in signature.tensors if signature.annotated and signature.is_optional_tensor(name)]
-        functions[entry.key] = Measured(choose(points, optional) if points else (), tuple(sample.timing for sample in own))
+        functions[entry.spec.key] = Measured(
+            choose(points, optional) if points else (), tuple(sample.timing for sample in own)
+        )
     platform = samples[0].platform
     packages = sorted(set().union(*(sample.packages for sample in samples)))
     return Measurements(
@@ -250,28 +252,28 @@ def _measure(
 def _sample(call: functools.partial[Any], warmup: int, repeats: int, owner: Dispatcher) -> _Sample:
     entry = entry_of(call.func)
     try:
-        bound = entry.signature.signature.bind(*call.args, **call.keywords)
+        bound = entry.spec.signature.signature.bind(*call.args, **call.keywords)
     except TypeError as error:
-        raise TypeError(f'a call of {entry.key}: {error}') from None
+        raise TypeError(f'a call of {entry.spec.key}: {error}') from None
     # on_error='raise': a backend whose circuit is open now may be the quickest when it is closed again
-    state = owner.state_without_measured().above(Layer(Policy(on_error='raise'), 'measure()'))
-    decision = explain_entry(entry, call.args, call.keywords, None, state)
+    state = owner.policies.state_without_measured().above(Layer(Policy(on_error='raise'), 'measure()'))
+    decision = entry.decide(call.args, call.keywords, None, state)
     able = [c.name for c in decision.candidates if c.can_run]
     backends = {member.name: member.backend for member in entry.members()}
     names = [name for name in able if backends[name].kind != 'reference'] or able
     if not names:
-        raise MeasurementError(f'{entry.key}: no backend can serve this call, so nothing can be measured\n{decision}')
+        raise MeasurementError(f'{entry.spec.key}: no backend can serve this call, so nothing can be measured\n{decision}')
     bound.apply_defaults()
     tensors = {name: value for name, value in bound.arguments.items() if isinstance(value, torch.Tensor)}
     device = next((tensor.device for tensor in tensors.values()), torch.device('cpu'))
     if device.type == 'meta':
-        raise MeasurementError(f'{entry.key}: meta tensors have no values, so nothing can be measured')
+        raise MeasurementError(f'{entry.spec.key}: meta tensors have no values, so nothing can be measured')
     times = {name: _time(entry, name, bound, device, warmup, repeats) for name in names}
     shown = {name: describe_argument(tensor) for name, tensor in tensors.items()}
     timing = Timing(shown, dict(sorted(times.items(), key=lambda item: (item[1] is None, item[1]))))
     if not timing.order:
-        raise MeasurementError(f'{entry.key}: each backend that can serve this call raised (see the log): {shown}')
-    features = _features(entry.signature, bound.arguments)
+        raise MeasurementError(f'{entry.spec.key}: each backend that can serve this call raised (see the log): {shown}')
+    features = _features(entry.spec.signature, bound.arguments)
     platform = platform_of_type(device.type)
     packages = {package for name in names if (package := backends[name].package_name)}
     return _Sample(entry, features, timing, tuple(names), platform, device_label(platform, device.index), packages)

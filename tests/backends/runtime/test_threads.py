@@ -372,7 +372,7 @@ def test_questions_while_operations_load(library):
         crew.repeat(f'caller {n}', lambda: [f() for f in random.sample(functions, 12)])
     crew.repeat('validate', validate)
     crew.repeat('snapshot', snapshot)
-    crew.repeat('functions', dispatcher.functions)
+    crew.repeat('functions', dispatcher.catalogue.functions)
     crew.repeat('declare', lambda: library.dispatcher.registry(f'new{random.random():.8f}'.replace('.', '_')))
     crew.work()
     assert [f() for f in functions] == ['a'] * 12
