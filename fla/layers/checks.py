@@ -6,7 +6,7 @@ import torch
 
 from fla.backends import check_tensors
 from fla.modules.checks import check_floating, check_mask
-from fla.ops.recurrence.checks import check_cu_seqlens, check_dense, check_given
+from fla.ops.checks import check_cu_seqlens, check_dense, check_given
 
 
 def check_hidden(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.recurrence.checks import check_output_dtype, check_raw_gate
+from fla.ops.checks import check_output_dtype
+from fla.ops.recurrence.checks import check_raw_gate
 from fla.ops.recurrence.gates import kda_gate
 
 
