@@ -35,6 +35,7 @@ def test_variants(benchmark):
 def test_launches_change(benchmark, monkeypatch):
     pytest.importorskip('triton')
     from fla.ops.gated_delta_rule.kernels import launch
+    from fla.ops.recurrence.arguments import Inputs, Options
 
     asked = []
 
@@ -46,7 +47,7 @@ def test_launches_change(benchmark, monkeypatch):
     q, beta = torch.randn(1, 3, 1, 32), torch.rand(1, 3, 1)
     for given in ('', 'prepare BK=16, outputs num_warps=2'):
         variant.update(benchmark.parsed('gated_delta_rule', given) if given else {})
-        launch.chunk_forward(q, q, q, -beta, beta, None, None, None, None, launch.Options(1.0))
+        launch.chunk_forward(Inputs(q, q, q, -beta, beta), Options(1.0))
     blocks = [[found for found in asked if found[0] == name] for name in ('prepare', 'outputs')]
     (_, whole, warps), (_, half, _) = blocks[0]
     assert (whole, half) == (32, 16)

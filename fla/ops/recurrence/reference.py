@@ -7,7 +7,9 @@ torch.compile: indices of packed sequences are computed on their device, for the
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -99,6 +101,14 @@ def delta_rule(
     if state_v_first:
         final, before = final.transpose(-1, -2), before.transpose(-1, -2)
     return Result(o.transpose(1, 2).to(dtype).contiguous(), final.contiguous(), before.contiguous() if states else None)
+
+
+def notes_of(function: str, arguments: Mapping[str, Any]) -> Sequence[str]:
+    """What `explain` says of a reference: which `fused_recurrent_*` calls it computes in chunks."""
+    q, one_by_one = arguments['q'], arguments.get('gv') is not None
+    if function.startswith('chunk') or one_by_one or (q.shape[1] == 1 and arguments.get('cu_seqlens') is None):
+        return ()
+    return (f'computes in chunks, as {function.replace("fused_recurrent", "chunk")} does',)
 
 
 def _decode(
