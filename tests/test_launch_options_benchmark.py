@@ -40,6 +40,7 @@ def test_variants(launch_options):
 def test_launch_options_are_overridden(launch_options, monkeypatch):
     pytest.importorskip('triton')
     from fla.ops.gated_delta_rule.kernels import launch
+    from fla.ops.recurrence.arguments import Inputs, Options
 
     launched = []
 
@@ -51,7 +52,7 @@ def test_launch_options_are_overridden(launch_options, monkeypatch):
     q, beta = torch.randn(1, 3, 1, 32), torch.rand(1, 3, 1)
     for given in ('', 'prepare BK=16, outputs num_warps=2'):
         variant.update(launch_options.parsed('gated_delta_rule', given) if given else {})
-        launch.chunk_forward(q, q, q, -beta, beta, None, None, None, None, launch.Options(1.0))
+        launch.chunk_forward(Inputs(q, q, q, -beta, beta), Options(1.0))
     blocks = [[found for found in launched if found[0] == name] for name in ('prepare', 'outputs')]
     (_, whole, warps), (_, half, _) = blocks[0]
     assert (whole, half) == (32, 16)

@@ -17,7 +17,7 @@ from fla.modules.rotary import RotaryEmbedding
 from fla.ops.attn import parallel_attn
 from fla.ops.attn.cudnn import takes_cudnn
 from fla.ops.attn.naive import visible
-from fla.ops.recurrence.checks import MAX_HEAD_DIM
+from fla.ops.checks import MAX_HEAD_DIM
 
 # cuDNN makes a plan for each number of masked keys, so that is padded to a multiple.
 KEYS_MULTIPLE = 256

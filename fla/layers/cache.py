@@ -12,7 +12,7 @@ import torch
 from fla.backends import check_tensors
 from fla.layers.keys import GrowingBuffer, KeysValues
 from fla.modules.checks import check_int
-from fla.ops.recurrence.checks import check_given, readable
+from fla.ops.checks import check_given, readable
 
 
 @dataclass

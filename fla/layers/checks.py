@@ -9,7 +9,7 @@ import torch
 from fla.backends import check_tensors
 from fla.layers.cache import Cache, LayerState
 from fla.modules.checks import check_floating, check_mask
-from fla.ops.recurrence.checks import check_cu_seqlens, check_dense, check_given
+from fla.ops.checks import check_cu_seqlens, check_dense, check_given
 
 # Attribute of `LayerState` → the last dimensions of each of its tensors.
 StateSizes = Mapping[str, tuple[tuple[int, ...], ...]]

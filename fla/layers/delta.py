@@ -16,7 +16,7 @@ from fla.layers.checks import StateSizes, cache_and_state, check_call, check_sta
 from fla.layers.padding import Packing
 from fla.modules.checks import check_eps, check_finite, check_int, check_sizes
 from fla.modules.convolution import ShortConvolution, changes_cache
-from fla.ops.recurrence.checks import MAX_HEAD_DIM
+from fla.ops.checks import MAX_HEAD_DIM
 
 
 class DeltaLayer(nn.Module):

@@ -17,7 +17,7 @@ from fla.modules.checks import (
     under_autocast,
 )
 from fla.modules.on_triton import on_triton
-from fla.ops.recurrence.checks import check_given
+from fla.ops.checks import check_given
 
 
 def _are_usual(x: torch.Tensor, y: torch.Tensor) -> bool:

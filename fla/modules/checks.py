@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from fla.backends import check_tensors
+from fla.ops.autocast import autocast_is_on
+from fla.ops.checks import FLOATS, check_64_bits, check_dense, check_given, is_number, readable
 from fla.ops.launch.triton_call import require_triton
-from fla.ops.recurrence.checks import FLOATS, check_64_bits, check_dense, check_given, is_number, readable
-from fla.ops.recurrence.reference import autocast_is_on
 
 SILU = ('silu', 'swish')
 

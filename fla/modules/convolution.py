@@ -20,7 +20,7 @@ from fla.modules.checks import (
     shares_memory,
 )
 from fla.modules.on_triton import on_triton
-from fla.ops.recurrence.checks import check_cu_seqlens, check_given
+from fla.ops.checks import check_cu_seqlens, check_given
 
 ACTIVATIONS = (None, *SILU)
 MOST_TAPS = 8  # of the Triton kernels: wider filters take too many registers

@@ -10,7 +10,7 @@ from torch import nn
 from fla.backends import check_tensors, dispatch
 from fla.modules.checks import check_choice, check_finite, check_floating, check_int, require
 from fla.modules.on_triton import on_triton
-from fla.ops.recurrence.checks import check_given, readable
+from fla.ops.checks import check_given, readable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

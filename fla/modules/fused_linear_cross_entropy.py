@@ -9,7 +9,7 @@ from fla.backends import check_tensors, dispatch
 from fla.modules.checks import check_choice, check_dims, check_floating, check_shape, check_sizes, check_weights, require
 from fla.modules.fused_cross_entropy import REDUCTIONS, check_loss, check_numbers
 from fla.modules.on_triton import on_triton
-from fla.ops.recurrence.checks import check_given
+from fla.ops.checks import check_given
 
 
 def _check(

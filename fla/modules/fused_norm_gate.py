@@ -8,7 +8,7 @@ from torch import nn
 from fla.backends import dispatch
 from fla.modules.checks import SILU, check_choice, check_eps, check_floating, check_shape, fits, require
 from fla.modules.layernorm import check_hidden_size, check_norm, fit, norm_on_triton
-from fla.ops.recurrence.checks import check_given
+from fla.ops.checks import check_given
 
 ACTIVATIONS = (*SILU, 'sigmoid')
 

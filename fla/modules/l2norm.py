@@ -7,7 +7,7 @@ import torch
 from fla.backends import dispatch
 from fla.modules.checks import check_dims, check_eps, check_floating, require
 from fla.modules.layernorm import fit, norm_on_triton
-from fla.ops.recurrence.checks import check_given, check_output_dtype
+from fla.ops.checks import check_given, check_output_dtype
 
 
 def _check(x: torch.Tensor, eps: float, output_dtype: torch.dtype | None) -> None:

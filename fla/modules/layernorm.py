@@ -12,7 +12,7 @@ from fla.backends import dispatch
 from fla.backends.backend.base import Verdict
 from fla.modules.checks import check_dims, check_eps, check_floating, check_int, check_shape, fits, is_plain, require
 from fla.modules.on_triton import on_triton
-from fla.ops.recurrence.checks import check_given
+from fla.ops.checks import check_given
 
 norm_on_triton = on_triton('x', 'residual', 'g', 'weight', 'bias')
 

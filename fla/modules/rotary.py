@@ -18,7 +18,7 @@ from fla.modules.checks import (
     require,
 )
 from fla.modules.on_triton import on_triton
-from fla.ops.recurrence.checks import check_64_bits, check_cu_seqlens, check_given, readable
+from fla.ops.checks import check_64_bits, check_cu_seqlens, check_given, readable
 from fla.ops.recurrence.gates import wide
 
 

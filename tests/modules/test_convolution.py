@@ -120,7 +120,7 @@ def test_packed_sequences_are_sequences():
 
 
 def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
-    import fla.ops.recurrence.checks as checks
+    import fla.ops.checks as checks
 
     monkeypatch.setattr(checks, 'readable', lambda lens: False)  # as for lengths on a device
     for lens in ([0, 99], [0, -3, 4], [5, 2, 6], [0, 9, 3, 6]):

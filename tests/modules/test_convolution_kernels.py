@@ -181,7 +181,7 @@ def test_no_neighbour_is_seen():
 
 @pytest.mark.interpreted
 def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
-    import fla.ops.recurrence.checks as checks
+    import fla.ops.checks as checks
 
     monkeypatch.setattr(checks, 'readable', lambda lens: False)  # as for lengths on a device
     for lens in ([0, 99], [0, -3, 4], [5, 2, 6], [-9, -9, -9], [50, 60, 70]):
@@ -196,7 +196,7 @@ def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
 @pytest.mark.interpreted
 def test_a_last_state_is_of_its_sequence(monkeypatch):
     """Also where steps follow that are in none, as padding is."""
-    import fla.ops.recurrence.checks as checks
+    import fla.ops.checks as checks
 
     monkeypatch.setattr(checks, 'readable', lambda lens: False)  # as for lengths on a device
     x = tensor(1, 40, 3, dtype=torch.float32).requires_grad_()

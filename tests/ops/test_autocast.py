@@ -5,7 +5,7 @@ import torch
 
 from fla.backends import trace, use_backend
 from fla.ops.attn import parallel_attn
-from fla.ops.recurrence.reference import autocast_is_on
+from fla.ops.autocast import autocast_is_on
 from tests import bounds
 from tests.ops.delta_rules import FUNCTIONS, case, name_of
 

@@ -12,6 +12,7 @@ import torch
 from fla.backends import Policy, policy_context, trace, use_backend
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
+from fla.ops.recurrence.arguments import Inputs, Options, compile_key
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, KDA, RAW, case, name_of
 
 every_function = pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
@@ -468,8 +469,12 @@ def test_scale_of_either_kind(function, scale):
 
 
 def test_no_kernel_is_compiled_for_a_scale():
-    gdn = pytest.importorskip('fla.ops.gated_delta_rule.kernels.launch', exc_type=ImportError).Options
-    kda = pytest.importorskip('fla.ops.kda.kernels.launch', exc_type=ImportError).Settings
-    for kind, flag in ((gdn, 'state_v_first'), (kda, 'v_first')):
-        assert len({kind(0.5), kind(0.25), kind(0.5, **{flag: True})}) == 2
-    assert kda(0.5, gate=True, lower_bound=-5.0) != kda(0.5, gate=True)
+    x = torch.zeros(1, 2, 3, 4)
+    inputs = Inputs(x, x, x, x, x[..., 0])
+    one, other, *different = (
+        *(Options(0.5), Options(0.25)),
+        *(Options(0.5, state_v_first=True), Options(0.5, lower_bound=-5.0, use_gate_in_kernel=True)),
+        Options(0.5, use_gate_in_kernel=True),
+    )
+    assert compile_key(inputs, one) == compile_key(inputs, other)
+    assert len({compile_key(inputs, options) for options in (one, *different)}) == 4

@@ -10,8 +10,11 @@ pytest.importorskip('triton')
 from fla.backends import explain
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.kernels import launch as gdn_launch
+from fla.ops.gated_delta_rule.kernels import tuning as gdn_tuning
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.kernels import launch as kda_launch
+from fla.ops.kda.kernels import tuning as kda_tuning
+from fla.ops.recurrence.arguments import Inputs, Options
 from tests import bounds
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, GDN, case, definition, grid, name_of, strided
 from tests.ops.kernels import BF16, EVERYTHING, FP16, FP32, assert_same, beyond, call, check, check_on_grid, everything
@@ -134,8 +137,9 @@ def much_shared_memory(monkeypatch):
 
         return run
 
+    for tuning in (gdn_tuning, kda_tuning):
+        monkeypatch.setattr(tuning, 'capability_of', lambda device: (9, 0))
     for module in (gdn_launch, kda_launch):
-        monkeypatch.setattr(module, 'capability_of', lambda device: (9, 0))
         monkeypatch.setattr(module, 'launch', partial(counted, module.launch))
     return times
 
@@ -232,13 +236,13 @@ def test_operators_keep_the_rules(which):
     from fla.ops.gated_delta_rule import autograd as gdn
     from fla.ops.kda import autograd as kda
 
-    function, chunk, flags = chunk_gated_delta_rule, gdn._chunk, [False] * 5
+    function, chunk, keep = chunk_gated_delta_rule, gdn._chunk, False
     if which != 'gated delta rule':
-        keep = which == 'kda, kept'
-        function, chunk, flags = chunk_kda, kda._chunk, [False, False, None, False, False, False, keep, keep]
+        function, chunk, keep = chunk_kda, kda._chunk, which == 'kda, kept'
+    options = Options(0.25, output_final_state=True, disable_recompute=keep, return_intermediate_states=keep)
     given = case(function, T=70, B=2, HV=2, K=16, V=16)
-    q, k, v, g, beta, state = (x.requires_grad_() for x in given.tensors.values())
-    torch.library.opcheck(chunk.op, (q, k, v, g, beta, None, None, state, None, 0.25, True, *flags))
+    inputs = Inputs(**{name: x.requires_grad_() for name, x in given.tensors.items()})
+    torch.library.opcheck(chunk.op, (*inputs, *options))
 
 
 @pytest.mark.parametrize('kind', [int, np.int64, np.float32, np.float16], ids=lambda kind: kind.__name__)

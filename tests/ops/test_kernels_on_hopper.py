@@ -10,6 +10,7 @@ from fla.ops.gated_delta_rule.kernels import launch as gated
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.kernels import launch as kda
 from fla.ops.launch.triton_call import triton_version
+from fla.ops.recurrence.arguments import Inputs, Options
 from tests.ops.delta_rules import CHUNKED, case, name_of
 from tests.triton_support.compile_only import compile_only
 
@@ -29,17 +30,14 @@ def test_nothing_is_refilled_too_early(function, dtype, K, V, lens):
     if triton_version() < (3, 9) and (dtype, K) != (torch.bfloat16, 128):
         pytest.skip('compiled without wgmma before Triton 3.9')
     given = case(function, dtype=dtype, K=K, V=V, HV=2, lens=lens, device='meta')
-    q, k, v, g, beta, state = given.tensors.values()
+    inputs, options = Inputs(**given.tensors, cu_seqlens=given.cu_seqlens), Options(1.0, output_final_state=True)
     with compile_only((9, 0)) as compiled:
         if function is chunk_gated_delta_rule:
-            options = gated.Options(1.0)
-            rest = (None, None, state, given.cu_seqlens)
-            o, final, G, inverse = gated.chunk_forward(q, k, v, g, beta, *rest, options, True)
-            gated.chunk_backward(q, k, v, g, beta, *rest, G, inverse, o, final, options)
+            o, final, G, inverse = gated.chunk_forward(inputs, options)
+            gated.chunk_backward(inputs, options, G, inverse, o, final)
         else:
             assert function is chunk_kda
-            settings = kda.Settings(1.0)
-            o, final, saved, _ = kda.chunk_forward(q, k, v, g, beta, settings, state, True, cu_seqlens=given.cu_seqlens)
-            kda.chunk_backward(saved, settings, o, final)
+            o, final, saved, _ = kda.chunk_forward(inputs, options)
+            kda.chunk_backward(inputs, options, saved, o, final)
     print(*compiled, sep='\n')
     assert any('wgmma' in one.kernel.asm['ptx'] for one in compiled if one.name == 'states_backward')

@@ -5,6 +5,7 @@ import torch
 from torch.utils import _triton
 
 pytest.importorskip('triton')
+from fla.ops.launch import triton_call
 from tests.ops import kernels
 from tests.ops.delta_rules import CHUNKED, FLAGS, FUNCTIONS, RAW, case, name_of
 
@@ -16,8 +17,7 @@ class Traced(Exception):
 @pytest.fixture
 def graphs(monkeypatch):
     """Of what is compiled; nothing runs."""
-    for module in ('fla.ops.launch.triton_call', 'fla.ops.kda.autograd', 'fla.ops.gated_delta_rule.autograd'):
-        monkeypatch.setattr(f'{module}.DEVICES', ('cuda', 'cpu'))
+    monkeypatch.setattr(triton_call, 'DEVICES', ('cuda', 'cpu'))
     # by which Dynamo asks for a GPU, without which it does not know a kernel when it sees one
     monkeypatch.setattr(_triton, 'has_triton', lambda: True)
     torch._dynamo.reset()

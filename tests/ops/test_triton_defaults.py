@@ -7,6 +7,7 @@ import torch
 from fla.backends import default_dispatcher, explain, trace
 from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 from fla.ops.kda import fused_recurrent_kda
+from fla.ops.recurrence.arguments import Options
 from tests import bounds
 from tests.ops import gpu
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, KDA, case, measure, name_of
@@ -28,6 +29,32 @@ def test_gradients_of_steps(function, options):
     assert set(found) == {'o', 'final', *(f'd{name}' for name in given.tensors)}
     wrong = {name: (rms, row) for name, (rms, row, dtype) in found.items() if not rms <= bounds.of_kernel(name, FP32)[0]}
     assert not wrong
+
+
+@interpreted
+@every_recurrent
+def test_steps_with_gradients_are_seen_to_be_chunks(function):
+    given = case(function, K=16, V=16, T=3)
+    key = f'{operation(function)}.{function.__name__}'
+    chunked = key.replace('fused_recurrent', 'chunk')
+    seen = []
+    for wanted in (False, True):
+        given.tensors['v'].requires_grad_(wanted)
+        with trace() as recorded:
+            given.call(function)
+        seen.append({(one.function, one.backend) for one in recorded})
+        assert explain(function, **given.tensors)['default'].notes == (
+            (f'with gradients it calls {chunked.partition(".")[2]}: the recurrent kernel has none',) if wanted else ()
+        )
+    assert seen == [{(key, 'default')}, {(key, 'default'), (chunked, 'default')}]
+
+
+@every_recurrent
+def test_explain_says_that_the_reference_computes_steps_in_chunks(function):
+    note = f'computes in chunks, as {function.__name__.replace("fused_recurrent", "chunk")} does'
+    for options, notes in (({'T': 3}, (note,)), ({'lens': [1, 1]}, (note,)), ({'T': 1}, ())):
+        given = case(function, **options)
+        assert explain(function, **given.tensors, cu_seqlens=given.cu_seqlens)['reference'].notes == notes
 
 
 @pytest.mark.parametrize(
@@ -132,12 +159,6 @@ def test_decoding_compiles(function, capability, dtype, dim):
     tensors = {name: given.get(name) for name in names}
     if function in KDA:
         tensors['gk'], tensors['g'] = tensors['g'], None
-    flags = ('output_final_state', 'use_qk_l2norm_in_kernel', 'use_gate_in_kernel', 'use_beta_sigmoid_in_kernel')
     with compile_only(capability) as compiled, torch.no_grad():
-        decode(
-            *tensors.values(),
-            *(None, None),
-            **dict.fromkeys((*flags, 'allow_neg_eigval', 'state_v_first'), True),
-            lower_bound=None,
-        )
+        decode(*tensors.values(), None, Options(output_final_state=True, **EVERYTHING))
     assert [one.spilled for one in compiled] == [0]

@@ -15,9 +15,9 @@ import triton.language as tl
 
 from fla.modules.kernels.rows import rows
 from fla.opaque import opaque
+from fla.ops.autocast import without_autocast
 from fla.ops.launch.launch_cache import launch_kernel
 from fla.ops.launch.triton_call import DEVICES, on_device_of
-from fla.ops.recurrence.reference import without_autocast
 from fla.utils.sizes import cdiv, next_power_of_2
 
 

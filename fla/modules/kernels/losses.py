@@ -11,8 +11,8 @@ from torch import distributed
 from fla.modules.checks import under_autocast
 from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, reduced, scaled
 from fla.opaque import loop_under_vmap, opaque, takes_eager_path
+from fla.ops.autocast import without_autocast
 from fla.ops.launch.triton_call import DEVICES, in_rows
-from fla.ops.recurrence.reference import without_autocast
 
 _NUMBERS = 'float label_smoothing, float logit_scale, float lse_square_scale, float logit_softcapping, int ignore_index'
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.backends import check_tensors
-from fla.ops.recurrence.checks import (
+from fla.ops.checks import (
     FLOATS,
     MAX_HEAD_DIM,
     check_64_bits,

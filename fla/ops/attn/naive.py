@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from fla.ops.recurrence.checks import readable
+from fla.ops.autocast import outside_autocast
+from fla.ops.checks import readable
 from fla.ops.recurrence.gates import wide
-from fla.ops.recurrence.reference import outside_autocast
 
 # A decay that leaves nothing of a key, -inf among them, of which there are no differences.
 STRONGEST = -1e5

@@ -1,23 +1,19 @@
-"""Checks of the gated delta rule's arguments."""
+"""Argument checks of the gated delta rule."""
 
 from __future__ import annotations
 
 import torch
 
 from fla.backends import check_tensors
+from fla.ops.checks import check_cu_seqlens, check_given, check_log_gate, check_scale, is_finite_float
 from fla.ops.recurrence.checks import (
     check_chunk_options,
-    check_cu_seqlens,
+    check_common_gates,
     check_gate_parameters,
-    check_given,
-    check_log_gate,
     check_per_token,
-    check_plain_gates,
     check_qkv,
-    check_scale,
     check_state,
     is_common_case,
-    is_plain_scale,
 )
 
 
@@ -40,15 +36,15 @@ def check_chunk(
     chunk_size: int | None,
     check_values: bool,
 ) -> None:
-    """See `chunk_gated_delta_rule`."""
-    plain = cu_seqlens is cu_seqlens_cpu is chunk_indices is None and cp_context is None and chunk_size is None
+    """Checks a call of `chunk_gated_delta_rule`, whose docstring says what is allowed."""
+    common = cu_seqlens is cu_seqlens_cpu is chunk_indices is None and cp_context is None and chunk_size is None
     if (
-        plain
-        and (scale is None or is_plain_scale(scale))
+        common
+        and (scale is None or is_finite_float(scale))
         and not check_values
         and is_common_case(q, k, v, g, beta, initial_state, state_v_first, False)
     ):
-        return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=False)
+        return check_common_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=False)
     check_scale(scale)
     check_given(q=q, k=k, v=v, g=g, beta=beta)
     check_tensors(
@@ -82,17 +78,17 @@ def check_fused_recurrent(
     dt_bias: torch.Tensor | None,
     check_values: bool,
 ) -> None:
-    """See `fused_recurrent_gated_delta_rule`."""
-    plain = gk is gv is cu_seqlens is None
+    """Checks a call of `fused_recurrent_gated_delta_rule`, whose docstring says what is allowed."""
+    common = gk is gv is cu_seqlens is None
     if (
-        plain
-        and (scale is None or is_plain_scale(scale))
+        common
+        and (scale is None or is_finite_float(scale))
         and g is not None
         and beta is not None
         and not check_values
         and is_common_case(q, k, v, g, beta, initial_state, state_v_first, False)
     ):
-        return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=False)
+        return check_common_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=False)
     check_scale(scale)
     check_given(q=q, k=k, v=v)
     check_tensors(

@@ -7,6 +7,7 @@ import torch
 from fla.backends import dispatch
 from fla.ops.gated_delta_rule.checks import check_chunk
 from fla.ops.launch.triton_call import require_triton
+from fla.ops.recurrence.arguments import Inputs, Options
 from fla.ops.recurrence.on_triton import ChunksOnTriton, chunks_of_64
 
 
@@ -43,23 +44,23 @@ def chunk_gated_delta_rule(
         v: `[B, T, HV, V]`, the dtype of q; HV a multiple of H: value head i reads head i // (HV // H).
         g: log decay `[B, T, HV]`, at most 0, the dtype of q or float32; raw with `use_gate_in_kernel`.
         beta: `[B, T, HV]`, the dtype of q or float32; logits with `use_beta_sigmoid_in_kernel`.
-        scale: of q, finite. Default: K ** -0.5.
+        scale: finite factor of q. Default: K ** -0.5.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; not changed.
         output_final_state: return the state after the last step.
         use_qk_l2norm_in_kernel: q and k are divided by their norms, `x rsqrt(sum x^2 + 1e-6)`.
-        use_beta_sigmoid_in_kernel: beta is `sigmoid(beta)`, with `allow_neg_eigval` twice that.
+        use_beta_sigmoid_in_kernel: `sigmoid(beta)` replaces beta, times 2 with `allow_neg_eigval`.
         cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1. `cu_seqlens_cpu` is the same on the host.
-        chunk_indices: taken for compatibility; chunks are laid out anew on each call.
-        cp_context: None.
-        use_gate_in_kernel: the decay is `-exp(A_log) softplus(g + dt_bias)`, with A_log and dt_bias `[HV]`.
-        chunk_size: 16, 32 or 64 steps; None: the backend's own.
+        chunk_indices: accepted for compatibility and ignored: it follows from `cu_seqlens`.
+        cp_context: context-parallel context, not supported yet: None.
+        use_gate_in_kernel: the log decay is `-exp(A_log) softplus(g + dt_bias)`, with A_log and dt_bias `[HV]`.
+        chunk_size: 16, 32 or 64 steps; None: the backend's choice.
 
     Returns:
-        o `[B, T, HV, V]` in v's dtype, contiguous, and the final state in float32, of float64 inputs in float64 (laid out
-        like the initial one), or None.
+        o `[B, T, HV, V]` in v's dtype, contiguous; the final state, laid out like the initial one, in float32 (float64 for
+        float64 inputs), or None.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+        TypeError, ValueError: for wrong arguments, before a backend is chosen.
         NotImplementedError: for a `cp_context`.
 
     Source: Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv 2412.06464.
@@ -67,24 +68,16 @@ def chunk_gated_delta_rule(
     require_triton('chunk_gated_delta_rule', q)
     from fla.ops.gated_delta_rule.autograd import chunk
 
-    return chunk(
-        q,
-        k,
-        v,
-        g,
-        beta,
+    options = Options(
         scale=scale,
-        initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        use_gate_in_kernel=use_gate_in_kernel,
-        A_log=A_log,
-        dt_bias=dt_bias,
     )
+    return chunk(Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens), options)
 
 
 chunk_gdn = chunk_gated_delta_rule

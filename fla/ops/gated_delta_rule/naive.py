@@ -1,4 +1,4 @@
-"""The gated delta rule step by step, for tests and for reading."""
+"""The gated delta rule step by step: its definition, for tests and readers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def naive_recurrent_gated_delta_rule(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`S <- e^g S + k (beta (v - (e^g S)^T k))^T; o = scale S^T q`, one step after the other.
+    """`S <- e^g S + k (beta (v - (e^g S)^T k))^T; o = scale S^T q`, step by step.
 
     Args:
         q, k: `[B, T, H, K]`. v: `[B, T, HV, V]`, HV a multiple of H.

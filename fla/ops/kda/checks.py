@@ -1,24 +1,20 @@
-"""Checks of the arguments of Kimi delta attention."""
+"""Argument checks of Kimi delta attention."""
 
 from __future__ import annotations
 
 import torch
 
 from fla.backends import check_tensors
+from fla.ops.checks import check_cu_seqlens, check_given, check_log_gate, check_scale, is_finite_float
 from fla.ops.recurrence.checks import (
     check_chunk_options,
-    check_cu_seqlens,
+    check_common_gates,
     check_gate_parameters,
-    check_given,
-    check_log_gate,
     check_lower_bound,
     check_per_token,
-    check_plain_gates,
     check_qkv,
-    check_scale,
     check_state,
     is_common_case,
-    is_plain_scale,
 )
 
 
@@ -43,15 +39,15 @@ def check_chunk(
     chunk_size: int | None,
     check_values: bool,
 ) -> None:
-    """See `chunk_kda`."""
-    plain = cu_seqlens is cu_seqlens_cpu is None and cp_context is None and lower_bound is None and chunk_size is None
-    plain = plain and (scale is None or is_plain_scale(scale))
+    """Checks a call of `chunk_kda`, whose docstring says what is allowed."""
+    common = cu_seqlens is cu_seqlens_cpu is None and cp_context is None and lower_bound is None and chunk_size is None
+    common = common and (scale is None or is_finite_float(scale))
     if (
-        plain
+        common
         and not ((safe_gate and use_gate_in_kernel) or return_intermediate_states or check_values)
         and is_common_case(q, k, v, g, beta, initial_state, state_v_first, True)
     ):
-        return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=True)
+        return check_common_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=True)
     check_scale(scale)
     _check(q, k, v, g, beta, initial_state, use_gate_in_kernel, lower_bound, A_log, dt_bias, cu_seqlens)
     check_lower_bound(safe_gate, use_gate_in_kernel, lower_bound)
@@ -80,10 +76,10 @@ def check_fused_recurrent(
     cu_seqlens: torch.Tensor | None,
     check_values: bool,
 ) -> None:
-    """See `fused_recurrent_kda`."""
-    plain = cu_seqlens is None and lower_bound is None and (scale is None or is_plain_scale(scale))
-    if plain and not check_values and is_common_case(q, k, v, g, beta, initial_state, state_v_first, True):
-        return check_plain_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=True)
+    """Checks a call of `fused_recurrent_kda`, whose docstring says what is allowed."""
+    common = cu_seqlens is None and lower_bound is None and (scale is None or is_finite_float(scale))
+    if common and not check_values and is_common_case(q, k, v, g, beta, initial_state, state_v_first, True):
+        return check_common_gates(q, v, use_gate_in_kernel, A_log, dt_bias, per_channel=True)
     check_scale(scale)
     _check(q, k, v, g, beta, initial_state, use_gate_in_kernel, lower_bound, A_log, dt_bias, cu_seqlens)
     check_lower_bound(False, use_gate_in_kernel, lower_bound)
@@ -123,5 +119,5 @@ def _check_intermediate_states(
         raise ValueError('return_intermediate_states is for inference: call it under torch.no_grad()')
     if cu_seqlens is not None and cu_seqlens_cpu is None:
         raise ValueError(
-            'return_intermediate_states with cu_seqlens needs cu_seqlens_cpu, to know how many chunks there are'
+            'return_intermediate_states with cu_seqlens needs cu_seqlens_cpu, which says how many chunks there are'
         )

@@ -7,6 +7,7 @@ import torch
 from fla.backends import dispatch
 from fla.ops.kda.checks import check_chunk
 from fla.ops.launch.triton_call import require_triton
+from fla.ops.recurrence.arguments import Inputs, Options
 from fla.ops.recurrence.on_triton import ChunksOnTriton, chunks_of_64
 
 
@@ -46,28 +47,27 @@ def chunk_kda(
         v: `[B, T, HV, V]`, the dtype of q; HV a multiple of H: value head i reads head i // (HV // H).
         g: log decay per channel `[B, T, HV, K]`, at most 0, the dtype of q or float32; raw with `use_gate_in_kernel`.
         beta: `[B, T, HV]`, the dtype of q or float32; logits with `use_beta_sigmoid_in_kernel`.
-        scale: of q, finite. Default: K ** -0.5.
+        scale: finite factor of q. Default: K ** -0.5.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; not changed.
         output_final_state: return the state after the last step.
         use_qk_l2norm_in_kernel: q and k are divided by their norms, `x rsqrt(sum x^2 + 1e-6)`.
-        use_gate_in_kernel: the decay is `-exp(A_log) softplus(g + dt_bias)`, with A_log `[HV]` and dt_bias `[HV * K]`; with
-            `lower_bound`, which is negative, it is `lower_bound sigmoid(exp(A_log) (g + dt_bias))`, where A_log may be left
-            out.
-        use_beta_sigmoid_in_kernel: beta is `sigmoid(beta)`, with `allow_neg_eigval` twice that.
+        use_gate_in_kernel: the log decay is `-exp(A_log) softplus(g + dt_bias)`, with A_log `[HV]` and dt_bias `[HV * K]`;
+            with a negative `lower_bound` it is `lower_bound sigmoid(exp(A_log) (g + dt_bias))`, and A_log may be None.
+        use_beta_sigmoid_in_kernel: `sigmoid(beta)` replaces beta, times 2 with `allow_neg_eigval`.
         safe_gate: a promise that g >= -5 at every step, which some backends need; raw gates need `lower_bound` for it.
-        disable_recompute: keep what the backward pass would compute again: faster, with more memory.
+        disable_recompute: save the intermediates for the backward pass, which is then faster and takes more memory.
         return_intermediate_states: also return the state before each chunk (inference only).
         cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1. `cu_seqlens_cpu` is the same on the host.
-        cp_context: None.
-        chunk_size: 32 or 64 steps; None: the backend's own.
+        cp_context: context-parallel context, not supported yet: None.
+        chunk_size: 32 or 64 steps; None: the backend's choice.
 
     Returns:
-        o `[B, T, HV, V]` in v's dtype, contiguous, and the final state in float32, of float64 inputs in float64 (laid out
-        like the initial one), or None;
-        with `return_intermediate_states` also h `[B, chunks, HV, K, V]` (or `[…, V, K]`) in float32.
+        o `[B, T, HV, V]` in v's dtype, contiguous; the final state, laid out like the initial one, in float32 (float64 for
+        float64 inputs), or None; with `return_intermediate_states` also h `[B, chunks, HV, K, V]` (or `[…, V, K]`) in
+        float32.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+        TypeError, ValueError: for wrong arguments, before a backend is chosen.
         NotImplementedError: for a `cp_context`.
 
     Source: Kimi Team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture", arXiv 2510.26692.
@@ -75,26 +75,18 @@ def chunk_kda(
     require_triton('chunk_kda', q)
     from fla.ops.kda.autograd import chunk
 
-    result: tuple[torch.Tensor, torch.Tensor | None] = chunk(
-        q,
-        k,
-        v,
-        g,
-        beta,
+    options = Options(
         scale=scale,
-        initial_state=initial_state,
+        lower_bound=lower_bound,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
+        state_v_first=state_v_first,
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        A_log=A_log,
-        dt_bias=dt_bias,
     )
+    inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    result: tuple[torch.Tensor, torch.Tensor | None] = chunk(inputs, options, cu_seqlens_cpu)
     return result

@@ -1,4 +1,4 @@
-"""Kimi delta attention step by step, for tests and for reading."""
+"""Kimi delta attention step by step: its definition, for tests and readers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def naive_recurrent_kda(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`S <- diag(e^g) S; S <- S + k (beta (v - S^T k))^T; o = scale S^T q`, one step after the other.
+    """`S <- diag(e^g) S; S <- S + k (beta (v - S^T k))^T; o = scale S^T q`, step by step.
 
     Args:
         q, k: `[B, T, H, K]`. v: `[B, T, HV, V]`, HV a multiple of H.

@@ -1,11 +1,11 @@
-"""Launches of Triton kernels that were launched alike before.
+"""A cache of compiled Triton kernels, keyed by all facts of a launch that they depend on.
 
-To find the compiled kernel Triton looks at every argument of every launch: 16 us for one of the larger kernels. Here a
-dictionary has the compiled kernel by all that it depends on. Hooks around launches are called as ever; what one changes of
-Triton's settings after a kernel's first launch is not looked at.
+Triton finds the compiled kernel by inspecting every argument of every launch: 16 us for one of the larger kernels. Here one
+dictionary look-up finds it. Launch hooks run as usual. Changes of Triton's settings after a kernel's first launch have no
+effect.
 
-Kernels take tensors first, then numbers, then what is compiled in. Of others, of those with hooks of their own, and of
-tensors that are no plain ones on a GPU of NVIDIA, the launches are Triton's.
+Kernels take tensors first, then numbers, then constants. Triton itself launches other kernels, kernels with hooks of their
+own, and tensors other than plain ones on an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from triton.runtime.jit import JITFunction
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
-# By identity, for the hash of a kernel is that of its source. Each holds its kernel, so that no other gets its number; how
-# many tensors it takes; and how many arguments before those that are compiled in.
-_shapes: dict[int, tuple[JITFunction[Any], int, int]] = {}
-_kept: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
+# id of a kernel (its hash would hash its source): the kernel, so that its id is not reused; how many tensors it takes; and
+# how many arguments precede its constants.
+_kernels: dict[int, tuple[JITFunction[Any], int, int]] = {}
+_cache: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
@@ -31,44 +31,44 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: 
         kernel[grid](*args, **options)
         return
     key, given = found
-    kept = _kept.get(key)
-    if kept is None:
+    cached = _cache.get(key)
+    if cached is None:
         compiled = kernel[grid](*args, **options)
-        constants = (*args[_shapes[id(kernel)][2] :], *options.values())
-        # not while Triton compiles in the background, nor with a tensor among what is compiled in
+        constants = (*args[_kernels[id(kernel)][2] :], *options.values())
+        # another type while Triton compiles in the background; a tensor among the constants has no fixed value
         if isinstance(compiled, CompiledKernel) and not any(isinstance(x, torch.Tensor) for x in constants):
-            _kept[key] = compiled, _rest(kernel, args, options)
+            _cache[key] = compiled, _arguments_by_name(kernel, args, options)
         return
-    compiled, rest = kept
-    compiled[(*grid, 1, 1)[:3]](*given, *rest, stream=_stream(key[1]))
+    compiled, by_name = cached
+    compiled[(*grid, 1, 1)[:3]](*given, *by_name, stream=_stream(key[1]))
 
 
 def _key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """What decides which compiled kernel it is, and the arguments by position with addresses for tensors; or None."""
-    known = _shapes.get(id(kernel))
+    """The key of the compiled kernel, and the positional arguments with tensors as addresses; None if Triton must launch."""
+    known = _kernels.get(id(kernel))
     if known is None:
         if type(kernel) is not JITFunction or torch.version.hip is not None:
             return None
-        known = _shapes[id(kernel)] = _shape(kernel, args)
-    _, count, plain = known
-    tensors, numbers, constants = args[:count], args[count:plain], args[plain:]
+        known = _kernels[id(kernel)] = _parameters(kernel, args)
+    _, count, first_constant = known
+    tensors, numbers, constants = args[:count], args[count:first_constant], args[first_constant:]
     if kernel.pre_run_hooks or kernel.launch_metadata or not {x.__class__ for x in tensors} <= _PLAIN:
         return None
-    # an address says nothing of where it is, of which Triton would ask
+    # an address does not say on which device it is; Triton would ask
     if {x.is_cuda for x in tensors if x is not None} != {True}:
         return None
     addresses = [None if x is None else x.data_ptr() for x in tensors]
-    of_numbers: list[Any] = []
+    number_keys: list[Any] = []
     for x in numbers:
         kind = x.__class__
         if kind is int:
-            # compiled in where they are 1, and their being multiples of 16; their types are of 32 or 64 bits
-            sort = -1 if x == 1 else x & 15 == 0
-            of_numbers.append(sort if -(1 << 31) <= x < 1 << 31 else (sort,))
+            # Triton compiles in a 1, divisibility by 16, and whether a number has 32 or 64 bits
+            special = -1 if x == 1 else x & 15 == 0
+            number_keys.append(special if -(1 << 31) <= x < 1 << 31 else (special,))
         elif kind is float:
-            of_numbers.append(kind)
+            number_keys.append(kind)
         elif kind is bool:
-            of_numbers.append((kind, x))
+            number_keys.append((kind, x))
         else:
             return None
     key = (
@@ -76,7 +76,7 @@ def _key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[t
         _device(),
         *[None if x is None else x.dtype for x in tensors],
         tuple([i for i, address in enumerate(addresses) if address and address & 15]),
-        *of_numbers,
+        *number_keys,
         *constants,
         *options,
         *options.values(),
@@ -84,23 +84,23 @@ def _key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[t
     return key, [*addresses, *numbers, *constants]
 
 
-def _shape(kernel: JITFunction[Any], args: tuple[Any, ...]) -> tuple[JITFunction[Any], int, int]:
+def _parameters(kernel: JITFunction[Any], args: tuple[Any, ...]) -> tuple[JITFunction[Any], int, int]:
     constant = [parameter.is_constexpr for parameter in kernel.params]
-    plain = constant.index(True) if True in constant else len(constant)
-    count = next((i for i, x in enumerate(args[:plain]) if isinstance(x, int | float)), min(plain, len(args)))
-    return kernel, count, plain
+    first_constant = constant.index(True) if True in constant else len(constant)
+    numbers = (i for i, x in enumerate(args[:first_constant]) if isinstance(x, int | float))
+    return kernel, next(numbers, min(first_constant, len(args))), first_constant
 
 
-def _rest(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Arguments by name, in the order of the parameters; of those compiled in the launcher counts but does not read them."""
+def _arguments_by_name(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """Arguments given by name or default, in the order of the parameters; the launcher counts constants but ignores them."""
     return tuple(options.get(parameter.name, parameter.default) for parameter in kernel.params[len(args) :])
 
 
 def _device() -> int:
-    """The current one of CUDA."""
+    """The current CUDA device."""
     return torch._C._cuda_getDevice()
 
 
 def _stream(device: int) -> int:
-    """The device's current one."""
+    """The current stream of a device."""
     return torch._C._cuda_getCurrentRawStream(device)

@@ -1,8 +1,8 @@
-"""All kernels of a call compiled side by side, before the first of them is launched.
+"""Compiles all kernels of a call in parallel, before the first of them is launched.
 
-Triton compiles a kernel when it is launched, one after the other, and builds a launcher in C for each: most of the first
-call of an operation, while other cores idle. Here a call of a kind that is new runs once without launching anything, which
-collects its kernels; they are compiled by threads; then it runs.
+Triton compiles a kernel when it is launched, one after the other, and builds a launcher in C for each: most of the time of
+an operation's first call, while other cores idle. Here the first call with a new key starts with a dry run, which collects
+its kernels instead of launching them; threads compile them; then the call runs.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ R = TypeVar('R')
 _INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
 
 
-class _Collected(threading.local):
-    """What this thread would have launched, kernel by kernel; None where it launches."""
+class _DryRun(threading.local):
+    """The compilations that this thread's dry run has collected; None outside a dry run."""
 
-    calls: list[Callable[[], Any]] | None = None
+    collected: list[Callable[[], Any]] | None = None
 
 
-_collected = _Collected()
+_dry_run = _DryRun()
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """`kernel[grid]`, which a call that only collects does not launch."""
+    """`kernel[grid]`, which a dry run collects instead of launching."""
     more = launch_options()
-    calls = _collected.calls
-    if calls is None:
+    collected = _dry_run.collected
+    if collected is None:
         return functools.partial(launch_kernel, kernel, grid, **more)
 
     def collect(*args: Any, **options: Any) -> None:
-        # in the order of a launch: Triton's key of a compiled kernel depends on it
-        calls.append(functools.partial(kernel.warmup, *args, grid=grid, **more, **options))
+        # options in the order of the launch: Triton's key of a compiled kernel depends on it
+        collected.append(functools.partial(kernel.warmup, *args, grid=grid, **more, **options))
 
     return collect
 
 
 def is_dry_run() -> bool:
-    """Whether this thread only collects: of launches that differ only in what is not compiled in, one is enough."""
-    return _collected.calls is not None
+    """Whether this is a dry run, in which one of several launches of the same compiled kernel is enough."""
+    return _dry_run.collected is not None
 
 
-def precompile_parallel(kind: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For a function that launches kernels by `launch`. It may run a first time on memory that no kernel has written, so it
-    must not look at numbers.
+def precompile_parallel(key: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function that launches kernels by `launch`. It may first run as a dry run on uninitialised tensors, so it
+    must not read values.
 
     Args:
-        kind: of the same arguments, what decides which kernels are compiled. Asked on every call. A difference that it
-            overlooks is compiled when it is launched.
+        key: takes the same arguments; returns the facts that decide which kernels are compiled. Called on every call. A
+            kernel that differs for equal keys is compiled when it is launched.
 
-    The function raises RuntimeError for a kind that is new within a CUDA graph capture, where nothing may be loaded.
+    The function raises RuntimeError for a new key inside a CUDA graph capture, which allows no loading of kernels.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -70,7 +70,7 @@ def precompile_parallel(kind: Callable[P, Hashable]) -> Callable[[Callable[P, R]
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            this = kind(*args, **kwargs)
+            this = key(*args, **kwargs)
             if this not in seen:
                 refuse_in_capture()
                 if not _INTERPRETED:
@@ -83,15 +83,6 @@ def precompile_parallel(kind: Callable[P, Hashable]) -> Callable[[Callable[P, R]
     return decorate
 
 
-def kind_of_step(
-    q: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *options: Hashable
-) -> tuple[Hashable, ...]:
-    """What the kernels of a delta rule are compiled for: sizes of a step, dtypes, and of the other arguments the dtypes of
-    those that are tensors, and the values of the rest."""
-    given = [one.dtype if isinstance(one, torch.Tensor) else one for one in options]
-    return (q.dtype, q.device, q.shape[2:], v.shape[2:], g.dtype, beta.dtype, *given)
-
-
 def _on_cuda() -> bool:
     return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
 
@@ -101,22 +92,22 @@ def _is_capturing() -> bool:
 
 
 def refuse_in_capture() -> None:
-    """Before kernels are compiled.
+    """Called before kernels are compiled.
 
     Raises:
-        RuntimeError: within a CUDA graph capture.
+        RuntimeError: inside a CUDA graph capture.
     """
     if _is_capturing():
         raise RuntimeError('Triton kernels would be compiled inside a CUDA graph capture: make the same call once before')
 
 
 def _compile_all(function: Callable[[], Any]) -> None:
-    outer, _collected.calls = _collected.calls, []
+    outer, _dry_run.collected = _dry_run.collected, []
     try:
         function()
-        calls = _collected.calls
+        calls = _dry_run.collected
     finally:
-        _collected.calls = outer
+        _dry_run.collected = outer
     if len(calls) < 2:
         return
     device = torch.cuda.current_device() if _on_cuda() else None
@@ -126,13 +117,13 @@ def _compile_all(function: Callable[[], Any]) -> None:
 
 
 def _compile(call: Callable[[], Any], device: int | None) -> None:
-    # An error comes again, and reaches the caller, when the kernel is launched.
+    # an error is raised again, to the caller, when the kernel is launched
     with contextlib.suppress(Exception):
         if device is None:
             call()
             return
         with torch.cuda.device(device):
             compiled = call()
-            # loads the kernel, and builds its launcher, which no public function does
+            # loads the kernel and builds its launcher; Triton has no public function for that
             if hasattr(compiled, '_init_handles'):
                 compiled._init_handles()

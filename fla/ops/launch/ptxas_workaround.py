@@ -1,10 +1,10 @@
-"""Which of Hopper's instructions the kernels may be compiled to.
+"""Avoids asynchronous products (wgmma) on Hopper where its assembler may miscompile them.
 
-Triton before 3.9 assembles for Hopper with ptxas 12.8 or 12.9, which miscompiles some kernels that have several asynchronous
-products (wgmma): wrong numbers, or accesses outside of memory, while their neighbours are right (flash-linear-attention #640
-and #1262, Triton #11366 and #11781; mended in CUDA 13.1 and 13.3). Kernels that a card has shown to be right keep wgmma
-there. The others are launched with Triton's option `arch`, which makes them for an A100 up to the assembler; that makes
-Hopper's code of them all the same. `avoid_wgmma_if_unsafe` says it of all kernels of a call.
+Triton before 3.9 assembles for Hopper with ptxas 12.8 or 12.9, which miscompiles some kernels with several wgmma
+instructions: wrong numbers or invalid memory accesses, while similar kernels are correct (flash-linear-attention #640 and
+#1262, Triton #11366 and #11781; fixed in CUDA 13.1 and 13.3). Kernels that were verified on a GPU keep wgmma. The others are
+launched with Triton's option `arch`: Triton compiles them for an A100 up to the assembler, which still makes Hopper code.
+`avoid_wgmma_if_unsafe` sets that option for all kernels of a call.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from fla.ops.launch.triton_call import triton_version
 from fla.utils.devices import is_nvidia_hopper
 
 
-class _Here(threading.local):
-    """Whether what this thread launches is to be made for an A100."""
+class _Thread(threading.local):
+    """Whether this thread's launches avoid wgmma."""
 
-    as_for_an_a100 = False
+    avoids_wgmma = False
 
 
-_here = _Here()
+_thread = _Thread()
 
 
 def launch_options() -> dict[str, str]:
-    """Options of a launch on this thread."""
-    return {'arch': 'sm80'} if _here.as_for_an_a100 else {}
+    """Triton's options for launches on this thread."""
+    return {'arch': 'sm80'} if _thread.avoids_wgmma else {}
 
 
 def is_sound() -> bool:
-    """Whether the assembler that Triton runs for Hopper is one without these faults."""
+    """Whether the assembler that Triton runs for Hopper is free of these faults."""
     return _is_sound(os.environ.get('TRITON_PTXAS_PATH'))
 
 
@@ -55,25 +55,24 @@ def _is_sound(path: str | None) -> bool:
 
 
 def keeps_wgmma(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the kernels of this call may use wgmma where there is one.
+    """Whether the kernels of this call may use wgmma, on any GPU.
 
-    With bfloat16, K = V = 128, Triton 3.6 and the assembler that it comes with a card has shown them right: those of the
-    delta rules were held against float64 on an H200, and for sequences of one length on an H100, those of attention on an
-    H200, in every case of its tests on a GPU.
+    With bfloat16, K = V = 128, Triton 3.6 and its own assembler they were verified against float64: those of the delta rules
+    on an H200, and for sequences of equal length on an H100; those of attention on an H200, in all its GPU tests.
     """
     if not is_nvidia_hopper(k.device) or is_sound():
         return True
-    shown = triton_version() == (3, 6) and os.environ.get('TRITON_PTXAS_PATH') is None
-    return shown and k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128
+    verified = triton_version() == (3, 6) and os.environ.get('TRITON_PTXAS_PATH') is None
+    return verified and k.dtype == torch.bfloat16 and k.shape[-1] == v.shape[-1] == 128
 
 
 @contextlib.contextmanager
 def avoid_wgmma_if_unsafe(k: torch.Tensor, v: torch.Tensor) -> Iterator[None]:
-    """Within it, the kernels of such a call may be launched, by this thread."""
-    before = _here.as_for_an_a100
-    # a call within another one may be of another kind, and is on its own
-    _here.as_for_an_a100 = not keeps_wgmma(k, v)
+    """A context in which this thread may launch the kernels of a call on k and v."""
+    before = _thread.avoids_wgmma
+    # a nested call is judged on its own
+    _thread.avoids_wgmma = not keeps_wgmma(k, v)
     try:
         yield
     finally:
-        _here.as_for_an_a100 = before
+        _thread.avoids_wgmma = before

@@ -1,4 +1,4 @@
-"""What every TileLang backend does around its kernels: compiling them, once, and saying why one cannot be used here."""
+"""What TileLang backends share: requirements, and compiling each kernel once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fla.utils.devices import Device
 # wgmma is part of this target, not of plain sm_90
 TARGET = {'kind': 'cuda', 'arch': 'sm_90a'}
 
-# What makes a kernel (a function that returns TileLang's `prim_func`), and the values that its code depends on.
+# A function that returns TileLang's `prim_func`, and its arguments: all values that the kernel's code depends on.
 Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
 
 _compiled: dict[Recipe, Any] = {}
@@ -24,14 +24,14 @@ _lock = threading.Lock()
 
 
 def usable(package: str | None, version: str | None) -> Verdict:
-    """Whether both languages are there: the parts that are not written in TileLang are Triton's."""
+    """Whether the package and Triton are installed: other kernels of these backends are in Triton."""
     if importlib.util.find_spec('triton') is None:
         return False, "package 'triton' is not installed: the chunk table and the rest of the backward pass are its kernels"
     return check_package(package, version)
 
 
 def on_hopper(device: Device) -> Verdict:
-    """The kernels multiply with wgmma, which other generations do not have."""
+    """Whether the device has wgmma, with which the kernels multiply."""
     capability = device.capability or (0, 0)
     if capability[0] == 9:
         return True, None
@@ -39,7 +39,7 @@ def on_hopper(device: Device) -> Verdict:
 
 
 def kernels_of(*recipes: Recipe) -> list[Any]:
-    """The compiled kernels, in the order asked for. Shapes are no part of a recipe: new lengths compile nothing.
+    """The compiled kernels, in the order of the recipes. A recipe holds no lengths: new lengths compile nothing.
 
     Raises:
         RuntimeError: inside a CUDA graph capture, for a kernel that has not been used before.
@@ -55,7 +55,7 @@ def _compile(recipes: tuple[Recipe, ...]) -> list[Any]:
         raise RuntimeError('a TileLang kernel would be compiled inside a CUDA graph capture: make the same call once before')
     with _lock:
         missing = [recipe for recipe in dict.fromkeys(recipes) if recipe not in _compiled]
-        # traced one after the other, since TileLang traces into one global frame; nvcc is most of the time
+        # traced one after the other, since TileLang traces into one global frame; nvcc takes most of the time
         functions = [make(*values) for make, values in missing]
         with ThreadPoolExecutor(max(1, len(missing))) as pool:
             _compiled.update(zip(missing, pool.map(compiled_for_hopper, functions), strict=True))
@@ -63,13 +63,13 @@ def _compile(recipes: tuple[Recipe, ...]) -> list[Any]:
 
 
 def compiled_for_hopper(function: Any) -> Any:
-    """One kernel, from TileLang's cache on disk if it is there. Needs nvcc, no GPU."""
+    """The compiled kernel, from TileLang's disk cache if possible. Needs nvcc, but no GPU."""
     import tilelang
 
-    # the kernels keep to their tensors by themselves
+    # the kernels check their bounds themselves
     return tilelang.compile(function, target=TARGET, pass_configs={'tl.disable_safe_memory_legalize': True})
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As TileLang calls it."""
+    """TileLang's name of the dtype."""
     return str(dtype).removeprefix('torch.')

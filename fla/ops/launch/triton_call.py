@@ -1,4 +1,4 @@
-"""What every Triton default does around its kernels."""
+"""What the Triton defaults do before they launch a kernel."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 
-# device types on which Triton kernels can be launched; tensors of a CPU only under its interpreter
+# device types that Triton kernels run on; CPUs only with its interpreter
 DEVICES = ('cuda', 'xpu', 'cpu') if os.environ.get('TRITON_INTERPRET') == '1' else ('cuda', 'xpu')
 
 
 def triton_version() -> tuple[int, ...]:
-    """(major, minor) of the Triton that is installed."""
+    """The installed version of Triton, as (major, minor)."""
     import triton
 
     return tuple(int(part) for part in triton.__version__.split('.')[:2])
 
 
 def require_triton(function: str, tensor: torch.Tensor, name: str = 'q') -> None:
-    """A sentence instead of what Triton would say.
+    """Checks that Triton kernels run on the tensor's device.
 
     Raises:
-        RuntimeError: for tensors that a Triton kernel cannot be launched on.
+        RuntimeError: if they do not; Triton's own error does not say what to do.
     """
     if tensor.device.type not in DEVICES:
         raise RuntimeError(
@@ -34,7 +34,7 @@ def require_triton(function: str, tensor: torch.Tensor, name: str = 'q') -> None
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which in an autograd thread, or beside a second GPU, is not the tensor's."""
+    """Makes the tensor's device current: Triton launches on the current one, which may differ in autograd's threads."""
     if tensor.is_cuda and torch.cuda.current_device() != tensor.get_device():
         return torch.cuda.device(tensor.device)
     if tensor.is_xpu and torch.xpu.current_device() != tensor.get_device():
@@ -43,38 +43,31 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy, with a contiguous last dimension, as the kernels read it; see `resolve_neg`."""
+    """x, or a copy, with a contiguous last dimension and its own signs in memory, as the kernels read it."""
+    # an imaginary part has other strides, unless it is one column: see `resolve_neg`
+    if x.stride()[-1] == 1 and x.shape[-1] != 1:
+        return x
     x = resolve_neg(x)
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x.shape[-1] == 1 else x.contiguous()
 
 
 def contiguous_rows_int32(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """As `in_rows`; `[B, T, ...]` is also copied where `steps` of its steps are too far apart to be counted in 32 bits."""
+    """`in_rows` of `[B, T, ...]`, which also copies x if `steps` steps span more elements than 32 bits can count."""
     x = in_rows(x)
-    return x if x.stride(1) < 2**31 // steps else x.contiguous()
+    return x if x.stride()[1] < 2**31 // steps else x.contiguous()
 
 
 def resolve_neg(x: torch.Tensor | None) -> Any:
-    """For kernels that read any strides: x, or a copy where its memory holds the other sign and PyTorch has taken a note of
-    that, as of imaginary parts of conjugates. `contiguous` need not do it: a single number is contiguous. Nor is `is_neg`
-    asked, for which Dynamo breaks the graph."""
+    """x, or a copy if its memory holds the opposite signs, as that of the imaginary part of a conjugate does.
+
+    `contiguous` is not enough: a single number is contiguous. `is_neg` is not asked, because Dynamo breaks the graph there.
+    """
     return None if x is None else x.resolve_neg()
 
 
 def flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A list of numbers (A_log, dt_bias, sink_bias, cu_seqlens), of any shape and strides, as the kernels read it."""
-    return None if tensor is None else resolve_neg(tensor).reshape(-1).contiguous()
-
-
-def no_steps(
-    q: torch.Tensor, v: torch.Tensor, count: Any, initial_state: torch.Tensor | None, output_final_state: bool, v_first: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """No steps: nothing comes out, and the state stays."""
-    final = None
-    if output_final_state:
-        dims = (v.shape[3], q.shape[3]) if v_first else (q.shape[3], v.shape[3])
-        final = v.new_zeros((count, v.shape[2], *dims), dtype=torch.float32)
-        if initial_state is not None:
-            final = initial_state.to(torch.float32, copy=True)
-    # zeros that stay in the graph of v; not a product with 0, which infinite values survive
-    return v.masked_fill(torch.ones((), dtype=torch.bool, device=v.device), 0.0), final
+    """A_log, dt_bias, sink_bias or cu_seqlens, of any shape and strides, in one contiguous dimension as kernels read it."""
+    if tensor is None:
+        return None
+    tensor = resolve_neg(tensor)
+    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1).contiguous()

@@ -1,4 +1,4 @@
-"""What backends of vendors' packages share."""
+"""What backends of vendors' packages share: layouts that their kernels need, and the probe by their smallest call."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from fla.utils.devices import Device
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy, at an address that 16 bytes at a time can be read from. In compiled code, where an address would be
-    traced as a constant, x."""
+    """x, or a copy, at an address that is a multiple of 16 bytes. In compiled code x: an address would be traced as a
+    constant."""
     if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def for_tma(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy, contiguous, at an address that Hopper's bulk copies can read from, and with the strides of its shape:
-    PyTorch calls a tensor contiguous whatever the stride of a dimension of size 1 is, and kernels look at that too."""
+    """x, or a copy, as Hopper's bulk copies (TMA) read it: contiguous, aligned to 16 bytes, with the strides of its shape.
+
+    PyTorch calls a tensor contiguous whatever the stride of a dimension of size 1, but TMA descriptors include it.
+    """
     x = aligned(x.contiguous())
     return x.view(-1).view(x.shape) if 1 in x.shape else x
 
 
 def in_pieces(x: torch.Tensor) -> torch.Tensor:
-    """x, or a contiguous copy, for kernels that read its last dimension, and every row, in pieces of 16 bytes."""
+    """x, or a contiguous copy, for kernels that read rows in pieces of 16 bytes."""
     piece = 16 // x.element_size()
     if x.stride(-1) != 1 or any(stride % piece for stride in x.stride()[:-1]):
         return for_tma(x)
@@ -42,14 +44,14 @@ def in_pieces(x: torch.Tensor) -> torch.Tensor:
 
 
 def ordered(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
-    """`cu_seqlens` in int32, within [0, `length`] and never falling, for kernels that trust them: whatever they hold,
-    nothing is read or written out of bounds. Two small launches, and nothing waits for the GPU."""
+    """`cu_seqlens` in int32, clamped to [0, `length`] and made non-decreasing, for kernels that do not check their bounds.
+    Takes two small launches and no synchronisation."""
     return cu_seqlens.clamp(0, length).cummax(0).values.int()
 
 
 def captured() -> bool:
-    """Whether this call is being captured into a CUDA graph. For what a package does only with packed sequences, say, and no
-    capture allows, such as a copy from the host. Compiled code does not ask: no graph is captured while it is traced."""
+    """Whether this call is being captured into a CUDA graph, which allows no copy from the host, for example. False in
+    compiled code: no graph is captured while it is traced."""
     return not torch.compiler.is_compiling() and in_capture()
 
 
@@ -59,11 +61,11 @@ def smallest_call(
     """Whether a package's smallest real call works on a CUDA device: every number of the result is within 2 % of `expected`.
 
     A package that imports may still be unusable (built for another PyTorch, no kernel for this GPU, no compiler), and may
-    then compute nonsense without an error. An exception, of an import too, is left to whoever asks `probe()`, and becomes a
+    then compute nonsense without an error. An exception, also of an import, propagates: the caller of `probe()` makes it the
     reason.
 
     Args:
-        needs: `module:name` of all that the backend's calls take from the package.
+        needs: `module:name` of everything that the backend imports from the package.
     """
     if torch.cuda.is_current_stream_capturing():
         return False, 'asked for inside a CUDA graph capture, where it cannot be tried: call it once before, then refresh()'
@@ -82,53 +84,54 @@ def _place(device: Device) -> torch.device:
 
 @contextlib.contextmanager
 def _imported(needs: Sequence[str]) -> Iterator[None]:
-    """With `needs` imported. What their package logs meanwhile, and warns of on import, is held back, and said if all ends
-    well: else another backend serves, and the exception says why."""
+    """Imports `needs`, and delays the package's log records and import warnings until the body has succeeded. On failure
+    they are dropped: another backend serves, and the exception is the reason."""
     logger = logging.getLogger(needs[0].partition(':')[0].partition('.')[0] if needs else __name__)
-    kept = _Kept()
-    logger.addHandler(kept)
-    propagate = _hold_back(logger, 1)
+    handler = _Collecting()
+    logger.addHandler(handler)
+    propagate = _hold(logger, 1)
     try:
-        # not around the call, which may compile for minutes: it holds for all threads
-        with _lock, warnings.catch_warnings(record=True) as warned, torch.inference_mode(False):  # for tensors that it keeps
+        # not around the body, which may compile for minutes: these settings are process-wide
+        # and not in inference mode, for tensors that the package creates and caches
+        with _lock, warnings.catch_warnings(record=True) as warned, torch.inference_mode(False):
             for path in needs:
                 _import(path)
         yield
     finally:
-        _hold_back(logger, -1)
-        logger.removeHandler(kept)
+        _hold(logger, -1)
+        logger.removeHandler(handler)
     if propagate and logger.parent is not None:
-        for record in kept.records:
+        for record in handler.records:
             logger.parent.handle(record)
     for one in warned:
         warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
-# Of process-wide settings, which threads that probe at once would otherwise put back in the wrong order.
+# guards process-wide settings, which threads that probe at the same time would restore in the wrong order
 _lock = threading.RLock()
-# Name of a logger: how many hold it back, and whether it hands on what it is given.
-_held_back: dict[str, tuple[int, bool]] = {}
+# name of a logger: its hold count, and its original `propagate`
+_held: dict[str, tuple[int, bool]] = {}
 
 
-def _hold_back(logger: logging.Logger, by: int) -> bool:
-    """One more or one fewer holds a logger back. Returns whether it hands on what it is given where nobody does."""
+def _hold(logger: logging.Logger, by: int) -> bool:
+    """Adjusts the logger's hold count; it propagates at 0 only. Returns its original `propagate`."""
     with _lock:
-        count, propagate = _held_back.pop(logger.name, (0, logger.propagate))
-        # none is left in the child of a fork
+        count, propagate = _held.pop(logger.name, (0, logger.propagate))
+        # in the child of a fork the count is 0
         count = max(count + by, 0)
         if count:
-            _held_back[logger.name] = count, propagate
+            _held[logger.name] = count, propagate
         logger.propagate = propagate and not count
     return propagate
 
 
 def _clean_up_child() -> None:
-    """Of what threads were at that a fork left behind."""
+    """Undoes the holds of threads that do not exist in the child of a fork."""
     global _lock
     _lock = threading.RLock()
-    for name, (_, propagate) in _held_back.items():
+    for name, (_, propagate) in _held.items():
         logging.getLogger(name).propagate = propagate
-    _held_back.clear()
+    _held.clear()
 
 
 if hasattr(os, 'register_at_fork'):
@@ -141,8 +144,8 @@ def _import(path: str) -> None:
         raise ImportError(f'cannot import name {name!r} from {module!r}', name=module)
 
 
-class _Kept(logging.Handler):
-    """Keeps what is logged."""
+class _Collecting(logging.Handler):
+    """Collects log records."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Gates and normalisation in plain PyTorch, as the operations define them.
 
-Decays are natural logarithms, at most 0. The functions keep the precision of what they are given, at least float32.
+Log decays are natural logarithms, at most 0. Functions compute in float64 for float64 inputs, else in float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ L2_EPS = 1e-6
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """float32, or float64 where the tensor is that already."""
+    """The tensor in float32; float64 stays float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -26,8 +26,8 @@ def gdn_gate(g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None 
 def kda_gate(
     g: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None = None, lower_bound: float | None = None
 ) -> torch.Tensor:
-    """For g `[..., HV, K]`, A_log `[HV]`, dt_bias `[HV * K]`: `-exp(A_log) * softplus(g + dt_bias)`, or with `lower_bound`
-    `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`, where A_log may be None (factor 1)."""
+    """`-exp(A_log) * softplus(g + dt_bias)`, or with `lower_bound` `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`, for
+    g `[..., HV, K]`, A_log `[HV]` (None with `lower_bound`: factor 1) and dt_bias `[HV * K]`."""
     raw = wide(g)
     heads, dim = g.shape[-2:]
     if dt_bias is not None:
@@ -40,8 +40,8 @@ def kda_gate(
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + e^x) without overflow and without losing small values: `F.softplus` is linear above 20, off by e^-20, and its
-    backward has other strides than PyTorch says when it compiles."""
+    """log(1 + e^x) without overflow and without losing small values. `F.softplus` is linear above 20, an error of e^-20, and
+    the strides of its backward differ from those that PyTorch assumes when it compiles."""
     return torch.logaddexp(x, x.new_zeros(()))
 
 
@@ -52,13 +52,13 @@ def l2norm(x: torch.Tensor, eps: float = L2_EPS) -> torch.Tensor:
 
 
 def l2norms(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`l2norm` of q and of k `[B, T, H, K]`. Of a single step together: its time is that of calling PyTorch."""
+    """`l2norm` of q and of k `[B, T, H, K]`; stacked for one step, whose time is the overhead of PyTorch calls."""
     if q.shape[1] == 1:
         return l2norm(torch.stack((q, k))).unbind()
     return l2norm(q), l2norm(k)
 
 
 def beta_sigmoid(beta: torch.Tensor, allow_neg_eigval: bool = False) -> torch.Tensor:
-    """`sigmoid(beta)`, doubled where negative eigenvalues are allowed."""
+    """`sigmoid(beta)`, times 2 with `allow_neg_eigval`."""
     beta = wide(beta).sigmoid()
     return beta * 2 if allow_neg_eigval else beta

@@ -1,8 +1,8 @@
-"""The gated delta rule, one step after the other: the definition that everything else is measured against.
+"""The delta rule step by step: the definition that tests compare every implementation with.
 
     S <- diag(e^g) S;  S <- S + k (beta (v - S^T k))^T;  o = scale * S^T q         (S is [K, V] per head)
 
-Works in the dtype of its inputs where that is float64, else in float32.
+Computes in float64 for float64 inputs, else in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fla.ops.recurrence.gates import wide
 
 
 def sequences(length: int, batch: int, cu_seqlens: torch.Tensor | None) -> list[tuple[int, slice]]:
-    """(batch row, slice of time) of every sequence."""
+    """Batch row and slice of time of every sequence."""
     if cu_seqlens is None:
         return [(row, slice(0, length)) for row in range(batch)]
     ends = cu_seqlens.tolist()
@@ -32,19 +32,19 @@ def delta_rule_steps(
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loop over steps.
+    """The recurrence, in a loop over steps.
 
     Args:
         q, k: `[B, T, H, K]`.
         v: `[B, T, HV, V]`, HV a multiple of H.
         g: log decay `[B, T, HV]` or per channel `[B, T, HV, K]`.
         beta: `[B, T, HV]`.
-        scale: of q; None: K ** -0.5.
+        scale: factor of q; None: K ** -0.5.
         initial_state: `[N, HV, K, V]`.
         cu_seqlens: `[N + 1]`, with B == 1.
 
     Returns:
-        o `[B, T, HV, V]` and the final state `[N, HV, K, V]`, both wide.
+        o `[B, T, HV, V]` and the final state `[N, HV, K, V]`, in float32 or float64.
     """
     groups = v.shape[2] // q.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -1,6 +1,9 @@
-"""What the Triton defaults of both delta rules need."""
+"""Requirements of the Triton defaults of both delta rules, and what `explain` says beside them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +14,7 @@ from fla.utils.devices import Device, capability_of
 
 
 class DeltaRuleOnTriton(runs_on_triton):
-    """float64 is for the reference: kernels compute in float32."""
+    """The kernels compute in float32; float64 is left to the reference."""
 
     dtypes = {'q': (torch.float16, torch.bfloat16, torch.float32)}
 
@@ -25,10 +28,35 @@ class ChunksOnTriton(DeltaRuleOnTriton):
         return missing is None, missing
 
 
+class StepsOnTriton(DeltaRuleOnTriton):
+    """The recurrent kernel compiles on every GPU, but has no gradient: calls with gradients run the chunked form."""
+
+    def explain_notes(self, function: str, arguments: Mapping[str, Any]) -> Sequence[str]:
+        if not needs_gradient(arguments):
+            return ()
+        return (f'with gradients it calls {function.replace("fused_recurrent", "chunk")}: the recurrent kernel has none',)
+
+
+def needs_gradient(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call with these arguments will be differentiated."""
+    tensors = tuple(x for x in arguments.values() if isinstance(x, torch.Tensor))
+    return torch.is_grad_enabled() and any_requires_grad(tensors)
+
+
 def chunks_of_64(chunk_size: int | None) -> Verdict:
-    """A verdict on `chunk_*` of that argument."""
+    """The verdict on `chunk_size`."""
     if chunk_size not in (None, 64):
         return False, 'the Triton kernels work in chunks of 64'
+    return True, None
+
+
+def steps_on_triton(q: torch.Tensor, *others: torch.Tensor | None) -> tuple[bool, str | None]:
+    """The verdict on the tensors of `fused_recurrent_*`, whose gradients need the chunked kernels."""
+    if in_func_transform():
+        return False, 'torch.func cannot look into a Triton kernel'
+    if torch.is_grad_enabled() and any_requires_grad((q, *others)):
+        missing = _missing_on(q.device)
+        return missing is None, missing
     return True, None
 
 
@@ -39,19 +67,9 @@ def _missing(capability: tuple[int, int] | None) -> str | None:
     return None
 
 
-def recurrent_on_triton(q: torch.Tensor, *others: torch.Tensor | None) -> tuple[bool, str | None]:
-    """A verdict on `fused_recurrent_*` of these tensors. Its kernel has no gradient: where one is wanted chunks serve."""
-    if in_func_transform():
-        return False, 'torch.func cannot look into a Triton kernel'
-    if torch.is_grad_enabled() and any_requires_grad((q, *others)):
-        missing = _missing_on(q.device)
-        return missing is None, missing
-    return True, None
-
-
 def _missing_on(device: torch.device) -> str | None:
     return _missing(capability_of(device))
 
 
-# of a device that is fixed while Dynamo traces
+# the device does not change while Dynamo traces
 _missing_on._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,116 +1,40 @@
-"""The gated delta rule in plain PyTorch, behind the `reference` backends: every device, dtype and argument.
+"""The delta rules in plain PyTorch, which the `reference` backends run: every device, dtype and argument.
 
-Differentiable twice, also under `torch.func`; runs on meta and fake tensors and inside torch.compile, because nothing
-depends on a value: packed sequences are laid out by indices that are computed on their device, as many chunks as there can
-be.
+Differentiable twice, also under `torch.func`. No shape depends on a value, so it runs on meta and fake tensors and inside
+torch.compile: indices of packed sequences are computed on their device, for the largest possible number of chunks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from fla.backends.core.tensors import in_func_transform
-from fla.ops.recurrence.checks import readable
+from fla.ops.autocast import outside_autocast
+from fla.ops.checks import readable
 from fla.ops.recurrence.chunked import BLOCK, CHUNK, chunked_delta_rule, in_chunks, plain_int
 from fla.ops.recurrence.gates import wide
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Tensors = TypeVar('Tensors', bound=tuple[torch.Tensor, ...])
 
 
 @dataclass(frozen=True)
 class Result:
-    """o `[B, T, HV, V]` in v's dtype, the final state and, if asked for, the states before each chunk
-    `[B, chunks, HV, K, V]`, wide; states are laid out like the initial one."""
+    """Results of `delta_rule`; states are in float32 or float64, laid out like the initial one.
+
+    Attributes:
+        o: `[B, T, HV, V]` in v's dtype.
+        final: state after the last step, `[N, HV, K, V]`.
+        states: state before each chunk, `[B, chunks, HV, K, V]`, or None.
+    """
 
     o: torch.Tensor
     final: torch.Tensor
     states: torch.Tensor | None
-
-
-@contextlib.contextmanager
-def without_autocast(device: torch.device) -> Iterator[bool]:
-    """float32 inside stays float32. Says whether autocast was on, and does nothing where it was not: that costs more than a
-    decode step."""
-    if not autocast_is_on(device.type):
-        yield False
-        return
-    with torch.autocast(device.type, enabled=False):
-        yield True
-
-
-def autocast_is_on(device_type: str) -> bool:
-    """Whether it is on. A meta tensor's device knows none, and asking for it raises."""
-    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
-
-
-def _has_autocast(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type)
-
-
-# Dynamo of PyTorch 2.11 cannot trace the question. torch.compiler.assume_constant_result says it no other way, but imports
-# Dynamo, Inductor and Triton.
-_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def outside_autocast(run: Callable[..., Tensors], tensors: tuple[torch.Tensor | None, ...], dtype: torch.dtype) -> Tensors:
-    """`run(*tensors)`, whose results have this dtype, as without autocast, forward and backward."""
-    first = next(x for x in tensors if x is not None)
-    if not autocast_is_on(first.device.type):
-        return run(*tensors)
-    with without_autocast(first.device):
-        if in_func_transform():
-            return _in_float64(run, tensors, dtype)
-        if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
-            return run(*tensors)
-        if torch.compiler.is_compiling():
-            return _in_float64(run, tensors, dtype)
-        result: Tensors = _WithoutAutocast.apply(run, *tensors)  # type: ignore[no-untyped-call]
-        return result
-
-
-def _in_float64(run: Callable[..., Tensors], tensors: tuple[torch.Tensor | None, ...], dtype: torch.dtype) -> Tensors:
-    """Autocast leaves float64 alone, in a backward too that somebody else derives. MPS has no float64: there such a backward
-    is autocast's."""
-    first = next(x for x in tensors if x is not None)
-    if first.device.type == 'mps':
-        return run(*tensors)
-    found = run(*(x if x is None else x.double() for x in tensors))
-    return tuple(x.to(dtype) for x in found)  # type: ignore[return-value]
-
-
-class _WithoutAutocast(torch.autograd.Function):
-    """A function whose backward pass runs without autocast too, wherever it is started: products of gradients would be
-    narrow otherwise. Runs the function again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[..., Tensors], *tensors: torch.Tensor | None) -> Tensors:
-        ctx.run = run
-        ctx.save_for_backward(*tensors)
-        return run(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        twice, tensors = torch.is_grad_enabled(), ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:]
-        if not twice:
-            tensors = [x.detach().requires_grad_() if want else x for x, want in zip(tensors, wanted, strict=True)]
-        with without_autocast(gradients[0].device), torch.enable_grad():
-            leaves = [x for x, want in zip(tensors, wanted, strict=True) if want]
-            outs = [(out, d) for out, d in zip(ctx.run(*tensors), gradients, strict=True) if out.requires_grad]
-            found = iter(
-                torch.autograd.grad(
-                    [out for out, _ in outs], leaves, [d for _, d in outs], create_graph=twice, allow_unused=True
-                )
-            )
-        return None, *(next(found) if want else None for want in wanted)
 
 
 def delta_rule(
@@ -127,15 +51,15 @@ def delta_rule(
     chunk_size: int | None = None,
     states: bool = False,
 ) -> Result:
-    """The whole operation, of wide or narrow tensors whose gates and norms are done.
+    """The recurrence over inputs of any floating dtype; gates, norms and sigmoids have been applied to them.
 
     Args:
-        q, k: `[B, T, H, K]`; v: `[B, T, HV, V]`.
-        g: log decay `[B, T, HV]`, per key channel `[B, T, HV, K]`, or None; gv: per value channel `[B, T, HV, V]`.
+        q, k: `[B, T, H, K]`. v: `[B, T, HV, V]`.
+        g: log decay `[B, T, HV]`, per key channel `[B, T, HV, K]`, or None. gv: per value channel `[B, T, HV, V]`.
         beta: `[B, T, HV]`.
-        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`, the layout of the returned states too.
+        initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`; returned states have the same layout.
         chunk_size: steps per chunk; None: 64.
-        states: return the states before each chunk, too.
+        states: also return the states before each chunk.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.shape[1] == 1 and cu_seqlens is None and gv is None:
@@ -179,6 +103,14 @@ def delta_rule(
     return Result(o.transpose(1, 2).to(dtype).contiguous(), final.contiguous(), before.contiguous() if states else None)
 
 
+def notes_of(function: str, arguments: Mapping[str, Any]) -> Sequence[str]:
+    """What `explain` says of a reference: which `fused_recurrent_*` calls it computes in chunks."""
+    q, one_by_one = arguments['q'], arguments.get('gv') is not None
+    if function.startswith('chunk') or one_by_one or (q.shape[1] == 1 and arguments.get('cu_seqlens') is None):
+        return ()
+    return (f'computes in chunks, as {function.replace("fused_recurrent", "chunk")} does',)
+
+
 def _decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -190,7 +122,7 @@ def _decode(
     state_v_first: bool,
     states: bool,
 ) -> Result:
-    """A single step of every sequence. Its time is that of calling PyTorch, so it makes as few calls as there can be."""
+    """One step of every sequence, in as few PyTorch calls as possible: their overhead is all its time."""
     batch, _, heads, dim = q.shape
     value_heads, value_dim = v.shape[2:]
     rows = batch * value_heads
@@ -231,7 +163,7 @@ def _decode(
 def _step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> Pair:
-    """A single step, of `[N, H, 1, .]`."""
+    """One step of `[N, H, 1, .]`."""
     state = state * g.exp().transpose(-1, -2)
     update = beta * (v - k @ state)
     state = state + k.transpose(-1, -2) @ update
@@ -248,7 +180,7 @@ def _steps(
     state: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
 ) -> Pair:
-    """Step by step, for decays of value channels, which have no chunked form."""
+    """Step by step, for `gv`, which has no chunked form."""
     if cu_seqlens is not None and not readable(cu_seqlens):
         return _packed_steps(q, k, v, g, gv, beta, state, cu_seqlens)
     if cu_seqlens is not None:
@@ -279,7 +211,7 @@ def _packed_steps(
     state: torch.Tensor,
     cu_seqlens: torch.Tensor,
 ) -> Pair:
-    """`_steps` of packed sequences whose lengths the host cannot read: the states `[N, H, K, V]` of all, at each step."""
+    """`_steps` of packed sequences whose lengths the host cannot read: each step updates the states `[N, H, K, V]`."""
     if state.shape[0] == 0 or q.shape[2] == 0:
         return v.clone(), state.clone()
     starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
@@ -287,7 +219,7 @@ def _packed_steps(
     for t in range(q.shape[2]):
         now = slice(t, t + 1)
         inside = ((starts <= t) & (t < ends)).view(-1, 1, 1, 1)
-        # the sequence that has this step goes on alone, so that nothing of another reaches it, NaN among it
+        # only the sequence of this step is advanced, so that a NaN of another cannot reach it
         mine = (number * inside.flatten()).sum()[None]
         one = state.index_select(0, mine) * gv[:, :, now].exp()
         o, one = _step(q[:, :, now], k[:, :, now], v[:, :, now], g[:, :, now], beta[:, :, now], one)
@@ -305,11 +237,11 @@ def _equal(
     state: torch.Tensor,
     chunk_size: int | None,
 ) -> Triple:
-    """Sequences of one length, in chunks."""
+    """Sequences of equal length, in chunks."""
     length = q.shape[2]
     if length == 0 or q.shape[0] == 0:
         return v.clone(), state.clone(), state.new_zeros(state.shape[0], 0, *state.shape[1:])
-    # one graph a number of chunks: with symbolic sizes further in, compiling takes minutes
+    # one compiled graph for each number of chunks: with symbolic sizes below here, compiling takes minutes
     size = min(chunk_size or CHUNK, plain_int(-(-length // BLOCK)) * BLOCK)
     q, k, v, g, beta = (in_chunks(x, size) for x in (q, k, v, g, beta))
     o, before, after = chunked_delta_rule(q, k, v, g, beta, state)
@@ -326,7 +258,7 @@ def _packed(
     cu_seqlens: torch.Tensor,
     chunk_size: int | None,
 ) -> Triple:
-    """Packed sequences: each begins a chunk of its own, in as many rows of chunks as there can be."""
+    """Packed sequences: each starts a new chunk, in the largest possible number of rows of chunks."""
     length, count, size = q.shape[2], cu_seqlens.shape[0] - 1, chunk_size or CHUNK
     if length == 0 or count == 0:
         return (torch.zeros_like(v) if length else v.clone()), state.clone(), state.new_zeros(1, 0, *state.shape[1:])
@@ -352,7 +284,7 @@ def _packed(
     o, before, after = chunked_delta_rule(q, k, v, g, beta, torch.zeros_like(state[:1]), enter)
     finals = torch.cat(after)[(ends - 1).clamp(min=0)]
     final = torch.where((lengths > 0)[:, None, None, None], finals, state)
-    # every token has one slot; slots outside any sequence are dropped
+    # each token has one slot; slots outside any sequence are dropped
     slots = torch.where(inside, token, length).flatten()
     place = torch.zeros(length + 1, dtype=slots.dtype, device=q.device)
     place = place.scatter(0, slots, torch.arange(slots.shape[0], device=q.device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.backends import check_tensors
-from fla.ops.recurrence.checks import FLOATS, check_chunk_indices, check_cu_seqlens, check_given
+from fla.ops.checks import FLOATS, check_chunk_indices, check_cu_seqlens, check_given
 from fla.ops.utils.index import prepare_chunk_indices
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.backends import check_tensors
-from fla.ops.recurrence.checks import check_64_bits, check_given, check_rising, check_same, readable
+from fla.ops.checks import check_64_bits, check_given, check_rising, check_same, readable
 
 
 def prepare_lens(cu_seqlens: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fla.ops.recurrence.checks import check_output_dtype
+from fla.ops.checks import check_output_dtype
 from fla.ops.recurrence.gates import wide
 from fla.ops.utils.chunks import check_steps, join, split
 

@@ -312,7 +312,7 @@ def on_the_cpu(monkeypatch):
     """The probe's call, where the stand-in can compute; our own kernel cannot run there."""
     one_chunk = flash_qla._one_chunk
     monkeypatch.setattr(flash_qla, '_one_chunk', lambda device: one_chunk(torch.device('cpu')))
-    monkeypatch.setattr(flash_qla, '_prepared', lambda x, l2norm: torch.nn.functional.normalize(x.float(), dim=-1).to(x))
+    monkeypatch.setattr(flash_qla, '_normalized', lambda x, wanted: torch.nn.functional.normalize(x.float(), dim=-1).to(x))
 
 
 def test_the_probe_accepts_what_works(monkeypatch, tmp_path):

@@ -6,8 +6,9 @@ pytest.importorskip('triton')
 import triton
 
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-from fla.ops.gated_delta_rule.kernels.launch import Options, chunk_backward, chunk_forward
+from fla.ops.gated_delta_rule.kernels.launch import chunk_backward, chunk_forward
 from fla.ops.launch.triton_call import triton_version
+from fla.ops.recurrence.arguments import Inputs, Options
 from fla.ops.recurrence.on_triton import ChunksOnTriton
 from fla.utils.devices import Device
 from tests.ops.delta_rules import FLAGS, RAW, case
@@ -35,9 +36,8 @@ def test_compiles(request, capability, dtype, dim):
     if capability == (10, 0) and OLD_TRITON:
         request.applymarker(pytest.mark.xfail(strict=True, reason='Triton before 3.9; the default says so there'))
     given = case(chunk_gated_delta_rule, dtype=dtype, K=dim, V=dim, device='meta', **RAW, **FLAGS)
-    tensors = [given.tensors[name] for name in ('q', 'k', 'v', 'g', 'beta', 'A_log', 'dt_bias', 'initial_state')]
-    options = Options(dim**-0.5, **RAW, **FLAGS)
+    inputs, options = Inputs(**given.tensors), Options(dim**-0.5, output_final_state=True, **RAW, **FLAGS)
     with compile_only(capability) as compiled:
-        o, final, G, inverse = chunk_forward(*tensors, None, options, True)
-        chunk_backward(*tensors, None, G, inverse, o, final, options)
+        o, final, G, inverse = chunk_forward(inputs, options)
+        chunk_backward(inputs, options, G, inverse, o, final)
     print(*compiled, sep='\n')

@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip('triton')
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-from fla.ops.gated_delta_rule.kernels import launch
+from fla.ops.gated_delta_rule.kernels import launch, tuning
 from fla.ops.gated_delta_rule.kernels.turns import MOST_TURNS, of_turn, programs_of, turns_of
+from fla.ops.recurrence.arguments import Inputs, Options
 from tests.ops.delta_rules import FLAGS, RAW, case
 from tests.ops.kernels import call, check
 from tests.triton_support.compile_only import compile_only
@@ -39,12 +40,12 @@ def test_turns_fit_and_save_time():
 )
 def test_who_takes_turns(monkeypatch, capability, dtype, K, V, turns):
     """With and without outputs; sequences of many lengths never do."""
-    monkeypatch.setattr(launch, 'capability_of', lambda device: capability)
-    monkeypatch.setattr(launch, 'multiprocessors_of', lambda device: 132)
-    v = torch.empty(1, 8192, 96, V, dtype=dtype, device='meta')
-    rule = launch._rule(v, K, V)
-    assert (rule.turns(v, False), rule.turns(v, False, outputs=False)) == turns
-    assert rule.turns(v, True) == rule.turns(v, True, outputs=False) == 1
+    monkeypatch.setattr(tuning, 'capability_of', lambda device: capability)
+    monkeypatch.setattr(tuning, 'multiprocessors_of', lambda device: 132)
+    q, v = (torch.empty(1, 8192, 96, dim, dtype=dtype, device='meta') for dim in (K, V))
+    tuned = tuning.tuning_of(q, V)
+    assert (tuned.turns(v, False), tuned.turns(v, False, outputs=False)) == turns
+    assert tuned.turns(v, True) == tuned.turns(v, True, outputs=False) == 1
 
 
 @pytest.mark.interpreted
@@ -98,7 +99,7 @@ def watch(monkeypatch, turns):
         return run
 
     monkeypatch.setattr(launch, 'launch', watched)
-    monkeypatch.setattr(launch._Rule, 'turns', lambda *asked: turns)
+    monkeypatch.setattr(tuning.Tuning, 'turns', lambda *asked: turns)
     return turned
 
 
@@ -115,11 +116,11 @@ def test_same_numbers(monkeypatch, form):
             tensor.requires_grad_()
 
     def with_outputs(*asked):
-        rule = launch._Rule(*asked)
-        rule.outputs_with_states = True
-        return rule
+        tuned = tuning.Tuning(*asked)
+        tuned.outputs_with_states = True
+        return tuned
 
-    monkeypatch.setattr(launch, '_rule_of', with_outputs)
+    monkeypatch.setattr(tuning, '_cached', with_outputs)
     plain = gradients_of(given)
     turned = watch(monkeypatch, 3)
     found = gradients_of(given)
@@ -134,11 +135,10 @@ def test_one_of_the_launches_is_compiled(monkeypatch):
     """All turns of a recurrence are one compiled kernel; that of the states is a forward's or, in a backward, another."""
     turned = watch(monkeypatch, 3)
     given = case(chunk_gated_delta_rule, dtype=torch.bfloat16, K=128, V=128, device='meta', **RAW, **FLAGS)
-    tensors = [given.tensors[name] for name in ('q', 'k', 'v', 'g', 'beta', 'A_log', 'dt_bias', 'initial_state')]
-    options = launch.Options(128**-0.5, **RAW, **FLAGS)
+    inputs, options = Inputs(**given.tensors), Options(128**-0.5, output_final_state=True, **RAW, **FLAGS)
     with compile_only((9, 0)) as compiled:
-        o, final, G, inverse = launch.chunk_forward(*tensors, None, options, True)
-        launch.chunk_backward(*tensors, None, G, inverse, o, final, options)
+        o, final, G, inverse = launch.chunk_forward(inputs, options)
+        launch.chunk_backward(inputs, options, G, inverse, o, final)
     print(*compiled, sep='\n')
     assert {'states_forward', 'states_backward'} <= set(turned)
     names = [one.name for one in compiled]
@@ -158,8 +158,8 @@ def test_same_numbers_on_a_gpu(monkeypatch, turns):
     given = case(chunk_gated_delta_rule, **RAW, **FLAGS, **size)
     for tensor in given.tensors.values():
         tensor.requires_grad_()
-    rule = launch._rule(given.tensors['q'], 128, 128)
-    assert rule.turns(given.tensors['v'], False) == turns
+    tuned = tuning.tuning_of(given.tensors['q'], 128)
+    assert tuned.turns(given.tensors['v'], False) == turns
     found = gradients_of(given)
     if turns == 3:
         check(chunk_gated_delta_rule, given)

@@ -321,8 +321,7 @@ def test_numbers(package, name):
     given = {key: value for key, value in given.items() if key not in flags}
     given['scale'] = 128**-0.5 if given['scale'] is None else given['scale']
     before = {key: value.clone() for key, value in given.items() if isinstance(value, torch.Tensor)}
-    v_first = given.pop('state_v_first', False)
-    o, final = flash_kda._forward(**given, v_first=v_first)
+    o, final = flash_kda._forward(**{'state_v_first': False, **given})
     assert (o.dtype, o.is_contiguous()) == (BF16, True)
     assert_close('o', expected[0], o, 5e-3)
     assert (final is None) == (expected[1] is None)
@@ -343,7 +342,7 @@ def test_bad_lengths_stay_within_the_steps(package, ends):
     arguments = case(lens=[1, 2, 3], cu_seqlens=torch.tensor(ends, dtype=torch.int32))
     given = {key: value for key, value in arguments.items() if key not in FLAGS}
     given |= {'initial_state': None, 'scale': 1.0, 'lower_bound': -5.0, 'output_final_state': False}
-    flash_kda._forward(**given, v_first=False)
+    flash_kda._forward(**given, state_v_first=False)
     found = package.calls[0]['cu'].tolist()
     assert (found, found[0], found[-1]) == (sorted(found), 0, 6)
 
@@ -352,10 +351,10 @@ def test_strided_and_misplaced(package):
     arguments = case(T=6)
     given = {key: value for key, value in arguments.items() if key not in FLAGS}
     given |= {'initial_state': None, 'cu_seqlens': None, 'scale': 1.0, 'lower_bound': -5.0, 'output_final_state': False}
-    o, _ = flash_kda._forward(**given, v_first=False)
+    o, _ = flash_kda._forward(**given, state_v_first=False)
     for name in 'qkvg':
         shifted = torch.empty(given[name].numel() + 1, dtype=BF16)[1:].view_as(given[name])
         given[name] = shifted.copy_(given[name])
         assert given[name].data_ptr() % 16
     given['beta'] = given['beta'].transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(flash_kda._forward(**given, v_first=False)[0], o)
+    assert torch.equal(flash_kda._forward(**given, state_v_first=False)[0], o)

@@ -7,7 +7,8 @@ pytest.importorskip('triton')
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.kernels import launch
 from fla.ops.kda.kernels.gates import FAR, NEAR, WHOLE
-from fla.ops.kda.kernels.launch import Settings, chunk_forward
+from fla.ops.kda.kernels.launch import block_kinds, chunk_forward
+from fla.ops.recurrence.arguments import Inputs, Options
 from tests import bounds
 from tests.ops.delta_rules import case
 from tests.ops.kernels import BF16, EVERYTHING, FP32, assert_same, call, check, everything
@@ -44,7 +45,8 @@ def test_how_a_block_goes_depends_on_its_decays(strength, kind, dtype, lens):
     for its middle."""
     given = case(chunk_kda, dtype=dtype, T=138, lens=lens, strength=strength)
     q, k, v, g, beta = (given.tensors[name] for name in ('q', 'k', 'v', 'g', 'beta'))
-    *_, saved, _ = chunk_forward(q, k, v, g, beta, Settings(1.0), cu_seqlens=given.cu_seqlens, keep=True)
+    inputs = Inputs(q, k, v, g, beta, cu_seqlens=given.cu_seqlens)
+    *_, saved, _ = chunk_forward(inputs, Options(1.0, disable_recompute=True))
 
     def right(count):
         """Of the blocks of a chunk of so many steps."""
@@ -61,8 +63,8 @@ def test_how_a_block_goes_depends_on_its_decays(strength, kind, dtype, lens):
         return kinds
 
     chunks = [min(64, length - at) for length in lens or [138] for at in range(0, length, 64)]
-    assert saved.kinds is not None
-    found = saved.kinds[: len(chunks), 0].tolist()
+    assert saved is not None
+    found = saved.block_kind[: len(chunks), 0].tolist()
     assert found == [right(count) for count in chunks]
     assert dtype == torch.float16 or kind.value in found[0]
 
@@ -100,8 +102,8 @@ def test_a_bound_of_the_gates_leaves_out_kernels_that_would_find_no_chunk(monkey
 
 
 def test_gates_without_a_bound_may_need_every_kernel():
-    assert launch._kinds(Settings(1.0, gate=True), FP32) == launch._kinds(Settings(1.0), BF16) == (0, 1, 2)
-    assert launch._kinds(Settings(1.0, gate=True, lower_bound=-1.0), torch.float16) == (2,)
+    assert block_kinds(Options(use_gate_in_kernel=True), FP32) == block_kinds(Options(), BF16) == (0, 1, 2)
+    assert block_kinds(Options(use_gate_in_kernel=True, lower_bound=-1.0), torch.float16) == (2,)
 
 
 @pytest.mark.parametrize('dtype', [FP32, BF16])
@@ -113,9 +115,9 @@ def test_chunks_of_every_kind_in_one_call(dtype):
     g[:, 128:144] = -20.0
     g[:, 160:192] = -20.0
     q, k, v, beta = (given.tensors[name] for name in ('q', 'k', 'v', 'beta'))
-    *_, saved, _ = chunk_forward(q, k, v, g, beta, Settings(1.0), keep=True)
-    assert saved.kinds is not None
-    assert saved.kinds[:5, 0].tolist() == [[0] * 4, [1] * 4, [2, 1, 2, 2], [0] * 4, [0] * 4]
+    *_, saved, _ = chunk_forward(Inputs(q, k, v, g, beta), Options(1.0, disable_recompute=True))
+    assert saved is not None
+    assert saved.block_kind[:5, 0].tolist() == [[0] * 4, [1] * 4, [2, 1, 2, 2], [0] * 4, [0] * 4]
     check(chunk_kda, given)
 
 

@@ -4,8 +4,9 @@ import pytest
 
 pytest.importorskip('triton')
 from fla.ops.kda import chunk_kda
-from fla.ops.kda.kernels.launch import Settings, chunk_backward, chunk_forward
+from fla.ops.kda.kernels.launch import chunk_backward, chunk_forward
 from fla.ops.launch.triton_call import triton_version
+from fla.ops.recurrence.arguments import Inputs, Options
 from tests.ops.delta_rules import case
 from tests.ops.kernels import BF16, EVERYTHING, FP32
 from tests.triton_support.compile_only import compile_only
@@ -26,11 +27,10 @@ def test_compiles(request, capability, dtype, dim):
     if capability == (10, 0) and dtype == FP32 and OLD_TRITON:
         request.applymarker(pytest.mark.xfail(strict=True, reason='Triton before 3.9; the default says so there'))
     given = case(chunk_kda, dtype=dtype, T=8, HV=2, K=dim, V=dim, **EVERYTHING)
-    q, k, v, g, beta, A_log, dt_bias, state = given.tensors.values()
-    settings = Settings(dim**-0.5, normalise=True, gate=True, sigmoid=True, double=True, v_first=True)
+    inputs, options = Inputs(**given.tensors), Options(dim**-0.5, output_final_state=True, **EVERYTHING)
     with compile_only(capability) as compiled:
-        o, final, saved, _ = chunk_forward(q, k, v, g, beta, settings, state, True, A_log, dt_bias)
-        chunk_backward(saved, settings, o, final)
+        o, final, saved, _ = chunk_forward(inputs, options)
+        chunk_backward(inputs, options, saved, o, final)
     print(*compiled, sep='\n')
     names = {one.name for one in compiled}
     assert {'decays', 'prepare', 'scores', 'updates', 'states_forward'} <= names

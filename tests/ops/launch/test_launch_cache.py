@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from fla.ops.launch import launch_cache as kept_launch
+from fla.ops.launch import launch_cache
 from fla.ops.launch.launch_cache import launch_kernel
 from tests.triton_support.compile_only import _StubDriver
 
@@ -45,10 +45,10 @@ def launched(monkeypatch):
     monkeypatch.setattr(CompiledKernel, 'run', property(run))
     monkeypatch.setattr(CompiledKernel, '_init_handles', lambda self: None)
     monkeypatch.setattr(torch.Tensor, 'is_cuda', True, raising=False)
-    monkeypatch.setattr(kept_launch, '_device', lambda: 0)
-    monkeypatch.setattr(kept_launch, '_stream', lambda device: 7 + device)
-    for known in ('_kept', '_shapes'):
-        monkeypatch.setattr(kept_launch, known, {})
+    monkeypatch.setattr(launch_cache, '_device', lambda: 0)
+    monkeypatch.setattr(launch_cache, '_stream', lambda device: 7 + device)
+    for known in ('_cache', '_kernels'):
+        monkeypatch.setattr(launch_cache, known, {})
     yield found
     _scale.device_caches.clear()
 
@@ -126,7 +126,7 @@ def test_equal_keys_are_of_equal_kernels(launched):
         calls.append((draw, OPTIONS[int(torch.randint(len(OPTIONS), (), generator=generator))]))
     by_key: dict = {}
     for arguments, options in calls:
-        key, _ = kept_launch._key(_scale, tuple(arguments), options)
+        key, _ = launch_cache._key(_scale, tuple(arguments), options)
         _, specialization, of_options = binder(*arguments, **options, debug=False)
         by_key.setdefault(key, set()).add((str(specialization), str(sorted(of_options.items()))))
     assert len(by_key) > 100
@@ -138,23 +138,23 @@ def test_what_is_left_to_triton(monkeypatch, launched):
         pass
 
     arguments, options = [tensor(), tensor(), None, 20, 1, 0.5, True], {'FLAG': True, 'BLOCK': 16, 'num_warps': 1}
-    assert kept_launch._key(_scale, tuple(arguments), options) is not None
+    assert launch_cache._key(_scale, tuple(arguments), options) is not None
     for place, value in ((0, tensor().as_subclass(Other)), (1, 3), (5, torch.tensor(0.5)), (3, None)):
         given = [*arguments[:place], value, *arguments[place + 1 :]]
-        assert kept_launch._key(_scale, tuple(given), options) is None
-    assert kept_launch._key(lambda *args: None, tuple(arguments), options) is None
+        assert launch_cache._key(_scale, tuple(given), options) is None
+    assert launch_cache._key(lambda *args: None, tuple(arguments), options) is None
     monkeypatch.setattr(_scale, 'pre_run_hooks', [print])
-    assert kept_launch._key(_scale, tuple(arguments), options) is None
+    assert launch_cache._key(_scale, tuple(arguments), options) is None
     monkeypatch.setattr(_scale, 'pre_run_hooks', [])
     # one of them on the CPU
     elsewhere = arguments[1]
     monkeypatch.setattr(torch.Tensor, 'is_cuda', property(lambda tensor: tensor is not elsewhere))
-    assert kept_launch._key(_scale, tuple(arguments), options) is None
-    assert kept_launch._key(_scale, (arguments[0], arguments[0], *arguments[2:]), options) is not None
+    assert launch_cache._key(_scale, tuple(arguments), options) is None
+    assert launch_cache._key(_scale, (arguments[0], arguments[0], *arguments[2:]), options) is not None
     monkeypatch.setattr(torch.Tensor, 'is_cuda', False)
     for _ in range(2):
         launch_kernel(_scale, (2,), *arguments, **options)
-    assert kept_launch._kept == {}
+    assert launch_cache._cache == {}
     assert all(torch.is_tensor(one[3][0]) for one in launched)
 
 
@@ -164,7 +164,7 @@ def test_nothing_is_kept_that_holds_a_tensor(launched):
         launch_kernel(
             _scale, (2,), x=tensor(), y=tensor(), bias=None, n=3, stride=1, factor=0.5, exact=True, FLAG=True, BLOCK=16
         )
-    assert kept_launch._kept == {}
+    assert launch_cache._cache == {}
     assert len(launched) == 2
 
 
@@ -184,7 +184,7 @@ def test_hooks_of_triton(monkeypatch, launched):
 def test_devices_do_not_share(monkeypatch, launched):
     arguments, options = (tensor(), tensor(), None, 20, 1, 0.5, True), {'FLAG': True, 'BLOCK': 16}
     for device, _ in itertools.product((0, 1), range(2)):
-        monkeypatch.setattr(kept_launch, '_device', lambda device=device: device)
+        monkeypatch.setattr(launch_cache, '_device', lambda device=device: device)
         launch_kernel(_scale, (2,), *arguments, **options)
-    assert len(kept_launch._kept) == 2
+    assert len(launch_cache._cache) == 2
     assert len(launched) == 4

@@ -9,6 +9,7 @@ from fla.ops.gated_delta_rule.kernels import launch as gdn
 from fla.ops.kda import chunk_kda
 from fla.ops.kda.kernels import launch as kda
 from fla.ops.launch.kernels import layout
+from fla.ops.recurrence.arguments import Inputs, Options
 from tests.ops.delta_rules import RAW, case, name_of
 
 pytestmark = pytest.mark.interpreted
@@ -31,21 +32,16 @@ def test_lengths_that_overlap_more_than_int32_can_count():
 def test_bad_lengths_touch_nothing_else(function, ends):
     """On a GPU they are not read. The interpreter raises for what would lie outside of a tensor."""
     given = case(function, T=640, H=1, HV=1, K=16, V=16, initial=False)
-    q, k, v, g, beta = (given.tensors[name] for name in ('q', 'k', 'v', 'g', 'beta'))
-    cu_seqlens = torch.tensor(ends, dtype=torch.int32)
-    if function is chunk_kda:
-        settings = kda.Settings(1.0)
-        for states in (False, True):
-            o, final, saved, _ = kda.chunk_forward(
-                q, k, v, g, beta, settings, None, True, None, None, cu_seqlens, states=states
-            )
-        kda.chunk_backward(saved, settings, o, final)
-    else:
-        options = gdn.Options(1.0, False, False, False, False, False)
-        nothing = (None, None, None, cu_seqlens)
-        o, final, G, inverse = gdn.chunk_forward(q, k, v, g, beta, *nothing, options, True)
-        gdn.chunk_backward(q, k, v, g, beta, *nothing, G, inverse, o, final, options)
-    assert (o.shape, final.shape[0]) == (v.shape, len(ends) - 1)
+    inputs = Inputs(**given.tensors, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
+    for states in (False, True):
+        options = Options(1.0, output_final_state=True, return_intermediate_states=states)
+        if function is chunk_kda:
+            o, final, saved, _ = kda.chunk_forward(inputs, options)
+            kda.chunk_backward(inputs, options, saved, o, final)
+        elif not states:
+            o, final, G, inverse = gdn.chunk_forward(inputs, options)
+            gdn.chunk_backward(inputs, options, G, inverse, o, final)
+    assert (o.shape, final.shape[0]) == (inputs.v.shape, len(ends) - 1)
 
 
 @pytest.fixture
@@ -67,15 +63,13 @@ def test_steps_of_no_sequence_add_nothing(unwritten_memory_is_nan, function):
     found = []
     for steps in (130, 70):
         q, k, v, g, beta = (x[:, :steps].contiguous() for x in tensors)
+        inputs, options = Inputs(q, k, v, g, beta, *parameters, None, cu_seqlens), Options(1.0, use_gate_in_kernel=True)
         if function is chunk_kda:
-            settings = kda.Settings(1.0, gate=True)
-            o, _, saved, _ = kda.chunk_forward(q, k, v, g, beta, settings, None, False, *parameters, cu_seqlens)
-            gradients = kda.chunk_backward(saved, settings, torch.ones_like(o), None)
+            o, _, saved, _ = kda.chunk_forward(inputs, options)
+            gradients = kda.chunk_backward(inputs, options, saved, torch.ones_like(o))
         else:
-            options = gdn.Options(1.0, use_gate_in_kernel=True)
-            rest = (*parameters, None, cu_seqlens)
-            o, _, G, inverse = gdn.chunk_forward(q, k, v, g, beta, *rest, options)
-            gradients = gdn.chunk_backward(q, k, v, g, beta, *rest, G, inverse, torch.ones_like(o), None, options)
+            o, _, G, inverse = gdn.chunk_forward(inputs, options)
+            gradients = gdn.chunk_backward(inputs, options, G, inverse, torch.ones_like(o))
         found.append((gradients.A_log, gradients.dt_bias))
     for longer, shorter in zip(*found, strict=True):
         torch.testing.assert_close(longer, shorter, rtol=1e-6, atol=0)

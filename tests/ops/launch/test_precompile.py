@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fla.ops.launch import precompile as compile_ahead
-from fla.ops.launch.precompile import kind_of_step, launch, precompile_parallel
+from fla.ops.launch.precompile import launch, precompile_parallel
+from fla.ops.recurrence.arguments import Inputs, Options, compile_key
 
 
 class Kernel:
@@ -77,22 +78,19 @@ def test_each_kind_of_call_is_compiled_once():
     assert calls([('a',), ('a',), ('b', 1), ('a',), ('b', 1)]) == [2, 0, 2, 0, 0]
 
 
-def test_what_is_a_new_kind_of_step():
+def test_delta_rules_are_compiled_for_what_their_key_has():
     q, g = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2)
-    one = kind_of_step(q, q, g, g, None, True)
-    assert kind_of_step(torch.zeros(3, 99, 2, 16), q[:, :3], g, g, None, True) == one, 'batch and steps do not matter'
+    inputs, options = Inputs(q, q, q, g, g), Options(output_final_state=True)
+    one = compile_key(inputs, options)
+    longer = torch.zeros(3, 99, 2, 16)
+    assert compile_key(Inputs(longer, longer, q[:, :3], g, g), options) == one, 'batch and steps do not matter'
     others = [
-        kind_of_step(q[..., :8], q, g, g, None, True),
-        kind_of_step(q, q[:, :, :1], g, g, None, True),
-        kind_of_step(q.half(), q, g, g, None, True),
-        kind_of_step(q.to('meta'), q, g, g, None, True),
-        kind_of_step(q, q, g.half(), g, None, True),
-        kind_of_step(q, q, g, g.half(), None, True),
-        kind_of_step(q, q, g, g, q, True),
-        kind_of_step(q, q, g, g, q.half(), True),
-        kind_of_step(q, q, g, g, None, False),
+        *(inputs._replace(q=x) for x in (q[..., :8], q.half(), q.to('meta'))),
+        *(inputs._replace(v=q[:, :, :1]), inputs._replace(g=g.half()), inputs._replace(beta=g.half())),
+        *(inputs._replace(A_log=x) for x in (g, g.half())),
     ]
-    assert len({one, *others}) == 1 + len(others)
+    keys = {one, *(compile_key(each, options) for each in others), compile_key(inputs, Options())}
+    assert len(keys) == 2 + len(others)
 
 
 def test_one_kernel_is_launched_at_once():

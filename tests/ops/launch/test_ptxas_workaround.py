@@ -7,6 +7,7 @@ import torch
 
 from fla.ops.launch import precompile as compile_ahead
 from fla.ops.launch import ptxas_workaround as assembler
+from fla.ops.recurrence.arguments import Inputs, Options
 from fla.utils import devices
 from tests.ops.delta_rules import CHUNKED, KDA, case, name_of
 
@@ -177,14 +178,9 @@ def test_what_is_compiled(monkeypatch, function, dim, lens):
     from tests.triton_support.compile_only import compile_only
 
     given = case(function, dtype=torch.bfloat16, T=8, K=dim, V=dim, lens=lens)
-    q, k, v, g, beta, state = given.tensors.values()
-    flags = (dim**-0.5, True, False, False, False, False, False)
+    inputs = Inputs(**given.tensors, cu_seqlens=given.cu_seqlens)
     with compile_only((9, 0)) as compiled:
-        if function in KDA:
-            flags = (dim**-0.5, True, False, False, None, False, False, False, False, False)
-            kda._forward(q, k, v, g, beta, None, None, state, given.cu_seqlens, *flags)
-        else:
-            gdn._forward(q, k, v, g, beta, None, None, state, given.cu_seqlens, *flags)
+        (kda if function in KDA else gdn)._forward(*inputs, *Options(dim**-0.5, output_final_state=True))
     products = {one.name: one.kernel.asm['ttgir'].count('warp_group_dot ') for one in compiled}
     assert (sum(products.values()) > 0) is (dim == 128), products
     assert len({one.kernel.hash for one in compiled}) == len(compiled)
@@ -199,14 +195,14 @@ def test_which_kernels_of_kda_use_wgmma(monkeypatch):
     pytest.importorskip('triton')
     monkeypatch.setattr(assembler, 'is_sound', lambda: False)
     monkeypatch.setattr(assembler, 'triton_version', lambda: (3, 6))
-    from fla.ops.kda.kernels.launch import Settings, chunk_backward, chunk_forward
+    from fla.ops.kda.kernels.launch import chunk_backward, chunk_forward
     from tests.triton_support.compile_only import compile_only
 
     q, k, v, g, beta, _ = case(KDA[0], dtype=torch.bfloat16, T=8, K=128, V=128).tensors.values()
-    settings = Settings(1.0)
+    inputs, options = Inputs(q, k, v, g, beta), Options(1.0)
     with compile_only((9, 0)) as compiled:
-        o, _, saved, _ = chunk_forward(q, k, v, g, beta, settings)
-        chunk_backward(saved, settings, o)
+        o, _, saved, _ = chunk_forward(inputs, options)
+        chunk_backward(inputs, options, saved, o)
     assert len({one.kernel.hash for one in compiled}) == len(compiled)  # those compiled ahead are what is launched
     asynchronous = {}
     for one in compiled:

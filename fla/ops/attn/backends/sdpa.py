@@ -15,8 +15,8 @@ from fla.backends import BaseBackend, Verdict
 from fla.ops.attn.backends.scale import above_zero
 from fla.ops.attn.cudnn import has_memory_on_gpu, takes_cudnn
 from fla.ops.attn.naive import lengths_of, one_by_one, visible
+from fla.ops.autocast import outside_autocast, without_autocast
 from fla.ops.launch.vendor import in_pieces
-from fla.ops.recurrence.reference import outside_autocast, without_autocast
 
 
 class SDPABackend(BaseBackend):

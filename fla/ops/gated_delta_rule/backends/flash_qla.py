@@ -11,19 +11,21 @@ from fla.backends.backend.base import Verdict
 from fla.opaque import opaque
 from fla.ops.launch.triton_call import on_device_of
 from fla.ops.launch.vendor import captured, for_tma, smallest_call
+from fla.ops.recurrence.arguments import count_of
 from fla.utils.devices import Device, is_nvidia_sm120
 
 DIM = 128  # K and V
 
 
 class _Packing:
-    """Packed sequences as FlashQLA takes them: without empty ones, which its chunk tables assign to the wrong sequence.
+    """Packed sequences without the empty ones, which FlashQLA's chunk tables assign to the wrong sequence.
 
-    A new tensor each time: FlashQLA remembers what it derived from one by its identity, although its content may change.
+    `cu_seqlens` is a new tensor in each call: FlashQLA caches by identity what it derives from one, although its values may
+    change.
     """
 
     cu_seqlens: torch.Tensor | None = None
-    places: torch.Tensor | None = None  # of the sequences that are not empty, if some are
+    places: torch.Tensor | None = None  # indices of the sequences with steps, if others are empty
 
     def __init__(self, cu_seqlens_cpu: torch.Tensor | None, device: torch.device) -> None:
         if cu_seqlens_cpu is None:
@@ -38,7 +40,7 @@ class _Packing:
             self.places = filled.nonzero()[:, 0].to(device, non_blocking=True)
 
     def without_empty(self, states: torch.Tensor | None) -> torch.Tensor | None:
-        """States of the sequences that have steps, in float32."""
+        """The states of the sequences with steps, in float32."""
         if states is None:
             return None
         states = states.float()
@@ -47,7 +49,7 @@ class _Packing:
     def with_empty(
         self, states: torch.Tensor | None, before: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """States of all sequences: a sequence without steps leaves the state as it was, by default zero."""
+        """The states of all sequences: those without steps have their state from `before`, or zero."""
         if states is None or self.places is None or cu_seqlens_cpu is None:
             return states
         if before is None:
@@ -67,25 +69,25 @@ def _forward(
     cu_seqlens_cpu: torch.Tensor | None,
     scale: float,
     output_final_state: bool,
-    l2norm: bool,
-    v_first: bool,
+    use_qk_l2norm_in_kernel: bool,
+    state_v_first: bool,
 ) -> Any:
     with on_device_of(q):
         import flash_qla
 
         packing = _Packing(cu_seqlens_cpu, q.device)
         cumulative, inverse, o, _, final, _ = flash_qla.chunk_gated_delta_rule_fwd(
-            _prepared(q, l2norm),
-            _prepared(k, l2norm),
+            _normalized(q, use_qk_l2norm_in_kernel),
+            _normalized(k, use_qk_l2norm_in_kernel),
             for_tma(v),
-            g.float().contiguous(),  # cumulated in its own dtype
+            g.float().contiguous(),  # FlashQLA sums it in its own dtype
             beta.contiguous(),
             scale=scale,
             initial_state=packing.without_empty(initial_state),
             cu_seqlens=packing.cu_seqlens,
             output_final_state=output_final_state,
-            auto_cp=cu_seqlens_cpu is None,  # else it reads cu_seqlens back from the device
-            state_v_first=v_first,
+            auto_cp=cu_seqlens_cpu is None,  # with sequences it would read cu_seqlens back from the device
+            state_v_first=state_v_first,
         )
         return o, packing.with_empty(final, initial_state, cu_seqlens_cpu), cumulative, inverse
 
@@ -99,8 +101,8 @@ def _backward(
     initial_state: torch.Tensor | None,
     cu_seqlens_cpu: torch.Tensor | None,
     scale: float,
-    l2norm: bool,
-    v_first: bool,
+    use_qk_l2norm_in_kernel: bool,
+    state_v_first: bool,
     cumulative: torch.Tensor,
     inverse: torch.Tensor,
     do: torch.Tensor,
@@ -111,8 +113,8 @@ def _backward(
 
         packing = _Packing(cu_seqlens_cpu, q.device)
         dq, dk, dv, dbeta, dg, dinitial = flash_qla.chunk_gated_delta_rule_bwd(
-            _prepared(q, l2norm),
-            _prepared(k, l2norm),
+            _normalized(q, use_qk_l2norm_in_kernel),
+            _normalized(k, use_qk_l2norm_in_kernel),
             for_tma(v),
             cumulative,
             beta.contiguous(),
@@ -123,25 +125,25 @@ def _backward(
             initial_state=packing.without_empty(initial_state),
             cu_seqlens=packing.cu_seqlens,
             auto_cp=cu_seqlens_cpu is None,
-            state_v_first=v_first,
+            state_v_first=state_v_first,
         )
-        if l2norm:
-            dq, dk = _unnormalized(q, dq), _unnormalized(k, dk)
+        if use_qk_l2norm_in_kernel:
+            dq, dk = _normalized_backward(q, dq), _normalized_backward(k, dk)
         dinitial = packing.with_empty(dinitial, dfinal_state, cu_seqlens_cpu)
         if initial_state is None or dinitial is None:
             return dq, dk, dv, dg.to(g.dtype), dbeta.to(beta.dtype), None
         return dq, dk, dv, dg.to(g.dtype), dbeta.to(beta.dtype), dinitial.to(initial_state.dtype)
 
 
-def _prepared(x: torch.Tensor, l2norm: bool) -> torch.Tensor:
-    if not l2norm:
+def _normalized(x: torch.Tensor, use_qk_l2norm_in_kernel: bool) -> torch.Tensor:
+    if not use_qk_l2norm_in_kernel:
         return for_tma(x)
     from fla.ops.recurrence.kernels.l2norm import normalized
 
     return normalized(x.contiguous())
 
 
-def _unnormalized(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+def _normalized_backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     from fla.ops.recurrence.kernels.l2norm import normalized_backward
 
     return normalized_backward(x.contiguous(), dy.contiguous())
@@ -157,11 +159,11 @@ def _fake(
     cu_seqlens_cpu: torch.Tensor | None,
     scale: float,
     output_final_state: bool,
-    l2norm: bool,
-    v_first: bool,
+    use_qk_l2norm_in_kernel: bool,
+    state_v_first: bool,
 ) -> Any:
     batch, length, heads = v.shape[:3]
-    count = batch if cu_seqlens_cpu is None else cu_seqlens_cpu.shape[0] - 1
+    count = count_of(q, cu_seqlens_cpu)
     final = q.new_empty((count, heads, DIM, DIM), dtype=torch.float32) if output_final_state else None
     chunk = 32 if is_nvidia_sm120(q.device) else 64
     cumulative = q.new_empty((batch, length, heads), dtype=torch.float32)
@@ -172,7 +174,7 @@ _chunk = opaque(
     'fla::flash_qla',
     schema=(
         '(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens_cpu, float scale, '
-        'bool output_final_state, bool l2norm, bool v_first) '
+        'bool output_final_state, bool use_qk_l2norm_in_kernel, bool state_v_first) '
         '-> (Tensor o, Tensor? final_state, Tensor cumulative, Tensor inverse)'
     ),
     forward=_forward,
@@ -185,18 +187,17 @@ _chunk = opaque(
 
 class FlashQLABackend(BaseBackend):
     """`chunk_gated_delta_rule`, forward and backward, on Hopper and Blackwell: bfloat16 or float16, K = V = 128, gates and
-    beta computed by the caller. A kernel of our own normalises q and k, since FlashQLA would compile one with Inductor.
+    beta computed by the caller. Our own kernel normalises q and k, because FlashQLA would compile one with Inductor.
 
-    FlashQLA lays chunks out on the host. Packed sequences are therefore served only where `cu_seqlens_cpu` comes along:
-    reading `cu_seqlens` back would synchronise on every call. They are not in a CUDA graph capture, which allows no copy of
-    what was laid out.
+    FlashQLA makes its chunk tables on the host. Packed sequences therefore need `cu_seqlens_cpu`: reading `cu_seqlens` back
+    would synchronise on every call. A CUDA graph capture allows no copy of the tables: there packed sequences are refused.
     """
 
     backend_type = 'flash_qla'
     package_name = 'flash_qla'
     package_version = 'flash-qla>=0.1.3,<0.2'
     env_var = 'FLA_FLASH_QLA'
-    # right on an H200 with 0.1.3, and quicker with backward than the default; but its first call compiles for most of a
+    # verified on an H200 with 0.1.3, and with backward faster than the default; but its first call compiles for most of a
     # minute
     default_enable = False
     priority = 3
@@ -209,7 +210,7 @@ class FlashQLABackend(BaseBackend):
     verified = True
 
     def probe(self, device: Device) -> Verdict:
-        # importing it asks for the GPU and for nvcc, and raises without
+        # its import raises without a GPU or without nvcc
         return smallest_call(device, _one_chunk, 0.5)
 
     def chunk_gated_delta_rule_verifier(
@@ -231,7 +232,7 @@ class FlashQLABackend(BaseBackend):
         if v.numel() == 0:
             return False, 'there are no steps, and the kernels cannot be launched on nothing'
         if v.numel() >= 2**29:
-            # the states before each chunk of 32 steps, which backward keeps, are four times as large
+            # the states before each chunk of 32 steps, which the backward saves, have four times as many elements as v
             return False, ('the kernels count in 32 bits: v must have fewer than 2^29 elements, got %s', v.numel())
         return True, None
 
@@ -249,7 +250,7 @@ class FlashQLABackend(BaseBackend):
         state_v_first: bool = False,
         cu_seqlens: torch.Tensor | None = None,
         cu_seqlens_cpu: torch.Tensor | None = None,
-        # lint: allow ignored-argument because it only says what cu_seqlens says
+        # lint: allow ignored-argument because it follows from cu_seqlens
         chunk_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         o, final = _chunk(

@@ -1,12 +1,15 @@
-"""Plain PyTorch: what a CPU gets, and what every other backend is compared with."""
+"""Plain PyTorch: serves CPUs, and tests compare every other backend with it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fla.backends import BaseBackend
 from fla.ops.recurrence.gates import beta_sigmoid, gdn_gate, l2norms, wide
-from fla.ops.recurrence.reference import delta_rule
+from fla.ops.recurrence.reference import delta_rule, notes_of
 
 
 class GatedDeltaRuleReference(BaseBackend):
@@ -14,6 +17,9 @@ class GatedDeltaRuleReference(BaseBackend):
 
     backend_type = 'reference'
     kind = 'reference'
+
+    def explain_notes(self, function: str, arguments: Mapping[str, Any]) -> Sequence[str]:
+        return notes_of(function, arguments)
 
     def chunk_gated_delta_rule(
         self,
@@ -30,9 +36,9 @@ class GatedDeltaRuleReference(BaseBackend):
         allow_neg_eigval: bool = False,
         state_v_first: bool = False,
         cu_seqlens: torch.Tensor | None = None,
-        cu_seqlens_cpu: torch.Tensor | None = None,  # lint: allow ignored-argument because it says what cu_seqlens says
+        cu_seqlens_cpu: torch.Tensor | None = None,  # lint: allow ignored-argument because it is a copy of cu_seqlens
         chunk_indices: torch.Tensor | None = None,  # lint: allow ignored-argument because they follow from cu_seqlens
-        cp_context: object = None,  # lint: allow ignored-argument because the check refuses one
+        cp_context: object = None,  # lint: allow ignored-argument because the check rejects one
         *,
         use_gate_in_kernel: bool = False,
         A_log: torch.Tensor | None = None,

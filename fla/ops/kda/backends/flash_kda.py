@@ -11,10 +11,11 @@ from fla.backends.backend.base import Verdict
 from fla.opaque import opaque
 from fla.ops.launch.triton_call import on_device_of
 from fla.ops.launch.vendor import for_tma, ordered, smallest_call
+from fla.ops.recurrence.arguments import count_of
 from fla.utils.devices import Device
 
 DIM = 128  # K and V
-LOWEST_BOUND = -5.0  # of gates: the kernel forms e^{-x} of what a chunk of 16 steps accumulates
+LOWEST_BOUND = -5.0  # of log decays: the kernel computes e^{-x} of their sum over a chunk of 16 steps
 
 
 def _forward(
@@ -30,7 +31,7 @@ def _forward(
     scale: float,
     lower_bound: float,
     output_final_state: bool,
-    v_first: bool,
+    state_v_first: bool,
 ) -> Any:
     import flash_kda
 
@@ -42,9 +43,9 @@ def _forward(
         bias = q.new_zeros(heads * DIM) if dt_bias is None else dt_bias
         initial = final = ends = None
         if initial_state is not None:
-            initial = for_tma((initial_state if v_first else initial_state.transpose(-1, -2)).float())
+            initial = for_tma((initial_state if state_v_first else initial_state.transpose(-1, -2)).float())
         if output_final_state:
-            final = q.new_empty((_count(q, cu_seqlens), heads, DIM, DIM), dtype=torch.float32)
+            final = q.new_empty((count_of(q, cu_seqlens), heads, DIM, DIM), dtype=torch.float32)
         if cu_seqlens is not None:
             ends = ordered(cu_seqlens, q.shape[1]).long()
         flash_kda.fwd(
@@ -62,13 +63,9 @@ def _forward(
             final_state=final,
             cu_seqlens=ends,
         )
-        if final is not None and not v_first:
+        if final is not None and not state_v_first:
             final = final.transpose(-1, -2).contiguous()
         return o, final
-
-
-def _count(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
-    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def _fake(
@@ -84,11 +81,11 @@ def _fake(
     scale: float,
     lower_bound: float,
     output_final_state: bool,
-    v_first: bool,
+    state_v_first: bool,
 ) -> Any:
     final = None
     if output_final_state:
-        final = q.new_empty((_count(q, cu_seqlens), q.shape[2], DIM, DIM), dtype=torch.float32)
+        final = q.new_empty((count_of(q, cu_seqlens), q.shape[2], DIM, DIM), dtype=torch.float32)
     return v.new_empty(v.shape), final
 
 
@@ -96,7 +93,7 @@ _chunk = opaque(
     'fla::flash_kda',
     schema=(
         '(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, '
-        'Tensor? cu_seqlens, float scale, float lower_bound, bool output_final_state, bool v_first) '
+        'Tensor? cu_seqlens, float scale, float lower_bound, bool output_final_state, bool state_v_first) '
         '-> (Tensor o, Tensor? final_state)'
     ),
     forward=_forward,
@@ -105,12 +102,12 @@ _chunk = opaque(
 
 
 class FlashKDABackend(BaseBackend):
-    """`chunk_kda` for inference on Hopper and Blackwell: bfloat16, K = V = 128, as many value heads as heads, and everything
-    in the kernel (norms of q and k, bounded gates, sigmoid of beta). Its states are `[V, K]`; others are transposed."""
+    """`chunk_kda` for inference on Hopper and Blackwell: bfloat16, K = V = 128, HV = H, with norms of q and k, bounded
+    gates and the sigmoid of beta in the kernel. Its states are `[V, K]`; other states are transposed."""
 
     backend_type = 'flash_kda'
     package_name = 'flash_kda'
-    # each build fits few versions of PyTorch: which of them does is for the probe to find out
+    # each build works with few versions of PyTorch only; the probe finds out
     package_version = 'tokenspeed-flashkda>=0.0.1.post20260526'
     env_var = 'FLA_FLASH_KDA'
     default_enable = True
@@ -168,14 +165,14 @@ class FlashKDABackend(BaseBackend):
         use_qk_l2norm_in_kernel: bool = False,
         use_gate_in_kernel: bool = False,
         use_beta_sigmoid_in_kernel: bool = False,
-        # lint: allow ignored-argument because a lower_bound of at least -5 keeps the promise
+        # lint: allow ignored-argument because a lower_bound of at least -5 fulfils the promise
         safe_gate: bool = False,
         lower_bound: float | None = None,
-        # lint: allow ignored-argument because there is no backward pass that would compute anything again
+        # lint: allow ignored-argument because there is no backward pass
         disable_recompute: bool = False,
         state_v_first: bool = False,
         cu_seqlens: torch.Tensor | None = None,
-        # lint: allow ignored-argument because it says what cu_seqlens says
+        # lint: allow ignored-argument because it is a copy of cu_seqlens
         cu_seqlens_cpu: torch.Tensor | None = None,
         *,
         A_log: torch.Tensor | None = None,

@@ -1,12 +1,15 @@
-"""Plain PyTorch: what a CPU gets, and what every other backend is compared with."""
+"""Plain PyTorch: serves CPUs, and tests compare every other backend with it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fla.backends import BaseBackend
 from fla.ops.recurrence.gates import beta_sigmoid, kda_gate, l2norms
-from fla.ops.recurrence.reference import delta_rule
+from fla.ops.recurrence.reference import delta_rule, notes_of
 
 
 class KDAReference(BaseBackend):
@@ -14,6 +17,9 @@ class KDAReference(BaseBackend):
 
     backend_type = 'reference'
     kind = 'reference'
+
+    def explain_notes(self, function: str, arguments: Mapping[str, Any]) -> Sequence[str]:
+        return notes_of(function, arguments)
 
     def chunk_kda(
         self,
@@ -29,14 +35,14 @@ class KDAReference(BaseBackend):
         use_gate_in_kernel: bool = False,
         use_beta_sigmoid_in_kernel: bool = False,
         allow_neg_eigval: bool = False,
-        safe_gate: bool = False,  # lint: allow ignored-argument because it promises what nothing here needs
+        safe_gate: bool = False,  # lint: allow ignored-argument because no computation here needs the promise
         lower_bound: float | None = None,
-        disable_recompute: bool = False,  # lint: allow ignored-argument because autograd keeps everything
+        disable_recompute: bool = False,  # lint: allow ignored-argument because autograd saves all intermediates
         return_intermediate_states: bool = False,
         state_v_first: bool = False,
         cu_seqlens: torch.Tensor | None = None,
         cu_seqlens_cpu: torch.Tensor | None = None,
-        cp_context: object = None,  # lint: allow ignored-argument because the check refuses one
+        cp_context: object = None,  # lint: allow ignored-argument because the check rejects one
         *,
         A_log: torch.Tensor | None = None,
         dt_bias: torch.Tensor | None = None,

@@ -10,20 +10,21 @@ from fla.backends import BaseBackend
 from fla.backends.backend.base import Verdict
 from fla.ops.launch.tilelang_call import on_hopper, usable
 from fla.ops.launch.vendor import smallest_call
+from fla.ops.recurrence.arguments import Inputs, Options
 from fla.utils.devices import Device
 
 DIMS = (64, 128)
 
 
 class KDATileLang(BaseBackend):
-    """`chunk_kda` for training on Hopper: what its backward computes within chunks is one TileLang kernel, the rest is that
-    of the Triton default. bfloat16 or float16, K and V of 64 or 128, every argument of a call with gradients. With gradients
-    switched off there is nothing of TileLang in it, and it stands back.
+    """`chunk_kda` for training on Hopper: the intra-chunk part of its backward is one TileLang kernel, the rest is that of
+    the Triton default. Takes bfloat16 or float16, K and V of 64 or 128, and every argument of a call with gradients. Without
+    gradients nothing of TileLang would run, and it prefers not to serve.
 
-    Off unless asked for, because it is right but slow: on an H200 (torch 2.11, Triton 3.6, TileLang 0.1.15) its errors in
-    fourteen cases are those that the default had when it, too, rounded beta and the gradients of scores, and at
-    (4, 2048, 16, 128) in bfloat16 it took 1386 us, where the two Triton kernels of then took 561 us together. The default's
-    backward has become faster since.
+    Off by default, because it is correct but slow: on an H200 (torch 2.11, Triton 3.6, TileLang 0.1.15), at
+    (B, T, H, K = V) = (4, 2048, 16, 128) in bfloat16, it took 1386 us, and the two Triton kernels of that time 561 us
+    together. The default's backward has become faster since. Its errors in fourteen cases are those that the default had
+    when it, too, rounded beta and the gradients of scores.
     """
 
     backend_type = 'tilelang'
@@ -46,7 +47,7 @@ class KDATileLang(BaseBackend):
 
     def probe(self, device: Device) -> Verdict:
         fits = on_hopper(device)
-        # TileLang imports, and fails when it compiles: without nvcc, or beside a newer apache-tvm-ffi
+        # TileLang may import and then fail to compile: without nvcc, or beside a newer apache-tvm-ffi
         return smallest_call(device, _one_step, 0.5) if fits[0] else fits
 
     def chunk_kda_prefers(self) -> Verdict:
@@ -68,7 +69,7 @@ class KDATileLang(BaseBackend):
         if v.numel() == 0:
             return False, 'there are no steps, and the kernels cannot be launched on nothing'
         if v.numel() >= 2**31:
-            return False, ('the kernels were not tried on so many: v must have fewer than 2^31 elements, got %s', v.numel())
+            return False, ('larger tensors are not tested: v must have fewer than 2^31 elements, got %s', v.numel())
         return True, None
 
     def chunk_kda(
@@ -101,39 +102,29 @@ class KDATileLang(BaseBackend):
         from fla.ops.kda.autograd import chunk
         from fla.ops.kda.backends.tilelang.launch import kernel
 
-        return chunk(
-            q,
-            k,
-            v,
-            g,
-            beta,
+        options = Options(
             scale=scale,
-            initial_state=initial_state,
+            lower_bound=lower_bound,
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_gate_in_kernel=use_gate_in_kernel,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,
-            lower_bound=lower_bound,
+            state_v_first=state_v_first,
             disable_recompute=disable_recompute,
             return_intermediate_states=return_intermediate_states,
-            state_v_first=state_v_first,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=cu_seqlens_cpu,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            kernel=kernel,
         )
+        inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+        return chunk(inputs, options, cu_seqlens_cpu, kernel)
 
 
 def _one_step(device: torch.device) -> torch.Tensor:
     """q, k and v of ones, without decay and from an empty state: o = beta v, whose gradient by v is beta = 0.5."""
-    from fla.ops.kda.backends.tilelang.launch import within_chunks
-    from fla.ops.kda.kernels.launch import Settings, chunk_backward, chunk_forward
+    from fla.ops.kda.backends.tilelang.launch import intra_chunk_bwd
+    from fla.ops.kda.kernels.launch import chunk_backward
 
     ones = torch.ones(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
     gate = torch.zeros(1, 1, 1, 128, device=device)
-    settings = Settings(1.0, normalise=True)
+    inputs, options = Inputs(ones, ones, ones, gate, gate[..., 0] + 0.5), Options(1.0, use_qk_l2norm_in_kernel=True)
     with torch.cuda.device(device):
-        _, _, saved, _ = chunk_forward(ones, ones, ones, gate, gate[..., 0] + 0.5, settings)
-        return chunk_backward(saved, settings, ones, within=within_chunks).v
+        return chunk_backward(inputs, options, None, ones, intra_chunk=intra_chunk_bwd).v
