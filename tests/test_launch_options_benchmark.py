@@ -1,13 +1,11 @@
 """benchmarks/launch_options.py on a CPU: what it changes, and what it says where it cannot run."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests import markdown
+from tests import markdown, process
 
 
 @pytest.fixture
@@ -57,5 +55,5 @@ def test_without_a_gpu():
     if torch.cuda.is_available():
         pytest.skip('there is one')
     script = markdown.ROOT / 'benchmarks' / 'launch_options.py'
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    done = process.run_script(script)
     assert (done.returncode, done.stdout) == (0, 'These kernels need a GPU: nothing is measured here.\n')

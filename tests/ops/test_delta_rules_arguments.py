@@ -2,9 +2,6 @@
 
 import importlib
 import inspect
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +9,7 @@ import torch
 from fla.backends import Policy, policy_context, trace, use_backend
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
+from tests import process
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, KDA, RAW, case, name_of
 
 every_function = pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
@@ -446,9 +444,7 @@ for f in (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, chunk_kda, f
     else:
         raise AssertionError(f)
 """
-    environment = {**os.environ, 'FLA_DISABLE_BACKEND_DISPATCH': '1'}
-    environment.pop('TRITON_INTERPRET', None)
-    done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True, text=True)
+    done = process.run(code, FLA_DISABLE_BACKEND_DISPATCH='1', TRITON_INTERPRET='0')
     assert done.returncode == 0, done.stderr
 
 
