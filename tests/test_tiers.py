@@ -43,6 +43,7 @@ def test_subsets_are_small():
         'one case': 1,
         'no axis': 1,
     }
+    assert len(covering(GRIDS['five axes'], pairs=False)) == 3
 
 
 TESTS = """
@@ -69,7 +70,8 @@ def test_kernel(a, b, c):
     pass
 
 @pytest.mark.slow
-def test_slow():
+@pytest.mark.parametrize('a', range(4))
+def test_slow(a):
     pass
 """
 
@@ -87,8 +89,12 @@ def test_tiers(tmp_path, workers):
         left_out = int(done.stdout.split(' tests were left out')[0].split()[-1]) if 'were left out' in done.stdout else 0
         return int(done.stdout.split(' passed')[0].split()[-1]), left_out
 
-    assert passed() == (10 + 27 + 10, 17 + 17 + 1)
-    assert passed('--grids=one') == (10 + 27 + 1 + 1, 17 + 26)
-    assert passed('--grids=all') == (27 * 3 + 1, 0)
-    assert passed('test_some.py::test_slow', 'test_some.py::test_kernel') == (28, 0)
+    assert passed() == (10 + 27 + 10 + 1, 17 + 17 + 3)
+    if workers:
+        return
+    assert passed('--grids=one') == (10 + 27 + 1 + 4, 17 + 26)
+    assert passed('--grids=all') == (27 * 3 + 4, 0)
+    assert passed('test_some.py::test_slow', 'test_some.py::test_kernel') == (31, 0)
     assert passed('test_some.py::test_pairs[0-0-0]') == (1, 0)
+    assert passed('--whole=test_some.py') == (27 * 3 + 4, 0)
+    assert passed('--whole=test_other.py') == passed()

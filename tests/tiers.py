@@ -1,21 +1,24 @@
 """Chooses how much of each test's grid runs: `--grids=pairs` (the default), `one` or `all`.
 
-`pairs` is what `make test` runs. It leaves out tests marked `slow`, and of a test marked `pairwise` it runs a subset of the
-grid: with three or more axes, every pair of values of two axes at least once; with two axes, every value of each.
-An axis is one `parametrize` or one parametrised fixture. All other grids run as a whole: they are cheap.
+`pairs` is what `make test` runs. Every test runs, but not every case of an expensive one:
 
-`one` is what the leg with an older Triton runs: one case of each interpreted test, since the interpreter's own tests say
-what depends on Triton's version; everything that compiles, with the subsets of `pairs`; slow tests included.
+- marked `slow` (a case takes more than about 3 s): the first case;
+- marked `pairwise` (a cheaper case, of a grid that takes more than about 3 s): a subset of the grid. With three or more axes
+  it holds every pair of values of two axes; with two axes, or with `pairwise(pairs=False)`, every value of each. An axis is
+  one name in `parametrize`, or a parametrised fixture.
 
-`all` runs everything (`make test-full`). So does a test that is named on the command line (`file.py::test_name`), whatever
-the option says.
+`one` is what the leg with an older Triton runs: one case of each interpreted test, since the interpreter's own tests cover
+what depends on Triton's version; everything that compiles, with the subsets of `pairs`, slow cases included.
+
+`all` runs everything (`make test-full`). A test named on the command line (`file.py::test_name`) and the tests of a file
+named by `--whole` run everything in every tier.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -24,6 +27,7 @@ _left_out = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption('--whole', action='append', default=[], metavar='FILE', help='run all tests and grids of a test file')
     parser.addoption(
         '--grids', choices=('pairs', 'one', 'all'), default='pairs', help='how much of each grid runs: see tests/tiers.py'
     )
@@ -33,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tier = config.getoption('grids')
     named = tuple(argument.removeprefix('./') for argument in config.args if '::' in argument)
+    named += tuple(f'{file}::' for file in config.getoption('whole'))
     if tier == 'all':
         return
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -47,31 +52,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in kept]
 
 
-def _chosen(items: list[pytest.Item], tier: str) -> Iterator[pytest.Item]:
+def _chosen(items: list[pytest.Item], tier: str) -> list[pytest.Item]:
     """The cases of one test function that run."""
-    item = items[0]
-    if tier == 'one' and item.get_closest_marker('interpreted') and not item.nodeid.startswith(INTERPRETERS_OWN):
-        items = items[:1]
-    elif item.get_closest_marker('pairwise'):
-        items = [items[index] for index in covering([_axes(item) for item in items])]
-    return (item for item in items if tier == 'one' or not item.get_closest_marker('slow'))
+    test = items[0]
+    if tier == 'one' and test.get_closest_marker('interpreted') and not test.nodeid.startswith(INTERPRETERS_OWN):
+        return items[:1]
+    marker = test.get_closest_marker('pairwise')
+    if marker:
+        items = [items[index] for index in covering([_axes(item) for item in items], **marker.kwargs)]
+    slow = [item for item in items if item.get_closest_marker('slow')] if tier == 'pairs' else []
+    return [item for item in items if item not in slow[1:]]
 
 
 def _axes(item: pytest.Item) -> tuple[str, ...]:
-    """The value of each axis, as pytest writes it into the id of the case."""
+    """The value of each axis."""
     callspec = getattr(item, 'callspec', None)
-    return tuple(map(str, callspec._idlist)) if callspec else ()
+    return tuple(map(repr, callspec.params.values())) if callspec else ()
 
 
-def covering(rows: Sequence[tuple[object, ...]]) -> list[int]:
-    """Indices of rows that together hold every pair of values of two axes; with two axes or one, every value.
+def covering(rows: Sequence[tuple[object, ...]], pairs: bool = True) -> list[int]:
+    """Indices of rows that together hold every pair of values of two axes; with two axes, or without `pairs`, every value.
 
     Greedy: the row that adds most comes next, the first of equals, so that the choice is always the same.
     """
     columns = [column for column in dict.fromkeys(zip(*rows, strict=True)) if len(set(column)) > 1]
     if not columns:
         return list(range(len(rows)))
-    size = 2 if len(columns) > 2 else 1
+    size = 2 if pairs and len(columns) > 2 else 1
     axes = list(itertools.combinations(range(len(columns)), size))
     held = [{(axis, tuple(columns[i][row] for i in axis)) for axis in axes} for row in range(len(rows))]
     missing = set[object]().union(*held)
@@ -103,5 +110,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     left_out = config.stash.get(_left_out, 0)
     if left_out:
         terminalreporter.write_line(
-            f'{left_out} tests were left out: slow ones, and parts of grids. --grids=all runs them (`make test-full`).'
+            f'{left_out} tests were left out: slow cases, and parts of grids. --grids=all runs them (`make test-full`).'
         )

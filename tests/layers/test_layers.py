@@ -335,6 +335,7 @@ def gradients_of(call, layer, x):
     return torch.autograd.grad((o * torch.linspace(-1, 1, o.numel()).view_as(o)).sum(), [x, *layer.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', LAYERS)
 def test_compile_and_autocast(name):
     layer, x = make(name, torch.float32), hidden(2, 20, dtype=torch.float32)
@@ -401,6 +402,7 @@ def test_exported(name):
         assert error(layer(x)[0], o) < bounds.of_compiled(bounds.of_layer(torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dynamic', [False, True])
 @pytest.mark.parametrize('name', ['gdn', 'kda', 'attn window'])
 def test_compiled_packed_sequences(name, dynamic):
@@ -413,6 +415,7 @@ def test_compiled_packed_sequences(name, dynamic):
             assert error(layer(x, cu_seqlens=lens)[0], o) < bounds.of_compiled(bounds.of_layer(torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['gdn', 'gdn plain', 'kda', 'attn', 'attn window'])
 def test_compiled_padded_sequences(name):
     """Nothing breaks the graph, with a cache or without."""
@@ -434,6 +437,7 @@ def test_compiled_padded_sequences(name):
 PADDED = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 1], [1] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0]])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('name', LAYERS)
 def test_exported_padded_sequences(name):
     layer, x = make(name, torch.float32), hidden(3, 9, dtype=torch.float32)
@@ -497,6 +501,7 @@ def test_forward_mode_of_a_mask_after_cached_steps(name):
     assert error(right, found) < bound(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['gdn', 'kda conv bias'])
 def test_compiled_generation_of_packed_sequences(name):
     """A step of each sequence, and some steps, which the convolutions serve in another way."""

@@ -33,6 +33,7 @@ def expected_of(name):
     return {f'chunk_{operation}': 'default', norm: 'default', **short}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('name', LAYERS)
 def test_against_the_formula(name):
     layer, x = make(name, FP32), hidden(2, 70, dtype=FP32).requires_grad_()
@@ -50,6 +51,7 @@ def test_against_the_formula(name):
 SPANS = [(0, 3), (3, 4), (4, 11)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', LAYERS)
 def test_packed_and_padded_sequences(name):
     """With attention's own kernels, which a CPU does not choose, and gradients."""
@@ -87,6 +89,7 @@ def test_generation_of_attention(name):
     assert error(right, torch.cat(pieces, 1)) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', RECURRENT)
 def test_generation(name):
     """Prefill, more prefill, then step by step is the same as all at once."""

@@ -234,6 +234,7 @@ def test_a_learnt_state_is_not_written(grad):
     assert torch.equal(learnt, before)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
 @pytest.mark.parametrize('grad', [False, True], ids=['no grad', 'grad'])
 @pytest.mark.parametrize(

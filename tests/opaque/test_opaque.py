@@ -400,6 +400,7 @@ def test_vmap_loops(how):
     torch.testing.assert_close(function(q, weight, mask).double(), q.double() * weight.double() * mask.double())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('how', HOW)
 @pytest.mark.parametrize('final', [False, True])
 @pytest.mark.parametrize('dims', [(0, 0), (2, None), (None, 1)], ids=str)

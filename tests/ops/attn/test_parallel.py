@@ -88,6 +88,7 @@ def check_formula(backend, given, **options):
         assert rms <= most[name][0], name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('dtype', [FP64, FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize(
     ('case', 'backend'),
