@@ -234,14 +234,20 @@ def test_since(script, tree):
 # -- this repository --------------------------------------------------------------------------------------------------------
 
 
-def test_command(script, tmp_path, monkeypatch, capsys):
+@pytest.fixture(scope='module')
+def here(script):
+    return script.Tree(ROOT)
+
+
+def test_command(script, here, tmp_path, monkeypatch, capsys):
     """Arguments, standard input, paths from another folder, wrong names."""
 
     def printed(*arguments):
         assert script.main(list(arguments)) == 0
         return capsys.readouterr().out
 
-    expected = '\n'.join(script.find(['tests/ops/vendors.py'], ROOT)) + '\n'
+    monkeypatch.setattr(script, 'Tree', lambda root, gone: here)
+    expected = '\n'.join(here.dependents(['tests/ops/vendors.py'])) + '\n'
     assert 'tests/ops/kda/test_flash_kda.py\n' in expected
     assert printed('tests/ops/vendors.py') == expected
     monkeypatch.setattr(sys, 'stdin', io.StringIO('tests/ops/vendors.py\n\n'))
@@ -255,11 +261,6 @@ def test_command(script, tmp_path, monkeypatch, capsys):
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (2, '')
     assert '--since REV' in done.stderr
-
-
-@pytest.fixture(scope='module')
-def here(script):
-    return script.Tree(ROOT)
 
 
 def test_a_vendor_backend(here):

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fla.backends import trace
 from fla.layers import Attention, Cache, GatedDeltaNet, KimiDeltaAttention
 from tests import bounds
+from tests.tables import table
 
 HIDDEN = 12
 
@@ -585,7 +586,7 @@ def test_layers_of_a_model_share_a_cache():
     assert [cache.get_seq_length(i) for i in range(4)] == [3, 3, 3, 0]
 
 
-@pytest.mark.parametrize(
+@table(
     ('call', 'kind', 'message'),
     [
         (lambda gdn, attn, x: gdn(x[..., :3]), ValueError, r'hidden_states must be \[B, T, 12\]'),

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fla.opaque import opaque
+from tests.tables import table
 
 # A gated sum over time: o_t = h0 + sum over s <= t of tanh(scale * q_s) * n, ht = o_T; `n` derives from a size.
 calls: list[str] = []
@@ -718,7 +719,7 @@ GOOD = {
 LONE = {'backward': None, 'grads': (), 'intermediates': ()}
 
 
-@pytest.mark.parametrize(
+@table(
     ('changes', 'error', 'message'),
     [
         ({'name': 'scan'}, ValueError, "name='scan' is not a namespaced operator name"),

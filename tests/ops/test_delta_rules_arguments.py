@@ -11,6 +11,7 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gat
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 from tests import process
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, KDA, RAW, case, name_of
+from tests.tables import table
 
 every_function = pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
 every_chunked = pytest.mark.parametrize('function', CHUNKED, ids=name_of)
@@ -372,7 +373,7 @@ def refuse(function, name):
     assert not len(t), 'a backend ran'
 
 
-@pytest.mark.parametrize(('function', 'name'), ALL_BAD, ids=lambda x: x if isinstance(x, str) else x.__name__)
+@table(('function', 'name'), ALL_BAD, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_refused(function, name):
     refuse(function, name)
 

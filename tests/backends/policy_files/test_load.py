@@ -38,6 +38,7 @@ from fla.backends import (
 )
 from fla.backends.policy.precedence import Layer, refuse_if_locked
 from tests.backends.toy import Toy
+from tests.tables import table
 
 pytest.importorskip('yaml')
 pytest.importorskip('pydantic')
@@ -177,7 +178,7 @@ def test_what_is_no_path(path):
             door(path)
 
 
-@pytest.mark.parametrize(
+@table(
     ('text', 'line', 'words'),
     [
         ('perfer: a', 1, "unknown key 'perfer'. Did you mean 'prefer'?"),

@@ -14,6 +14,7 @@ from fla.ops.attn.parallel import parallel_attn as same
 from tests import bounds, process
 from tests.ops.attn.attention import BF16, FP16, FP32, FP64, bounds_of, check, check_apart, errors, inputs, results
 from tests.ops.vendors import fakes
+from tests.tables import table
 
 CU = torch.tensor([0, 0, 1, 9, 24])
 
@@ -458,7 +459,7 @@ def test_the_second_derivatives_of_pytorch_s_attention_are_refused():
         dq.sum().backward()
 
 
-@pytest.mark.parametrize(
+@table(
     ('change', 'kind', 'message'),
     [
         ({'q': torch.zeros(2, 24, 8)}, ValueError, 'q must have 4 dimensions'),
