@@ -322,7 +322,7 @@ SAMPLES = {
     'tests/backends/tuning/test_measure.py': 'fla/backends/tuning/measuring.py',
     'tests/backends/policy_files/test_load.py': 'fla/backends/policy_files/load.py',
     'tests/backends/fallback/test_failure.py': 'fla/backends/fallback/failure.py',
-    'tests/ops/test_kernels.py::test_beta_of_zero': 'fla/ops/gated_delta_rule/kernels/backward.py',
+    'tests/ops/test_kernels.py::test_beta_of_zero': 'fla/ops/gated_delta_rule/kernels/launch.py',
     'tests/ops/test_delta_rules.py::test_the_definition_is_the_product_of_its_transitions': 'fla/ops/kda/naive.py',
     'tests/ops/attn/test_parallel.py': 'fla/ops/attn/backends/reference.py',
     'tests/modules/test_norms.py': 'fla/modules/backends/reference/norms.py',
