@@ -33,7 +33,6 @@ def expected_of(name):
     return {f'chunk_{operation}': 'default', norm: 'default', **short}
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize('name', LAYERS)
 def test_against_the_formula(name):
     layer, x = make(name, FP32), hidden(2, 70, dtype=FP32).requires_grad_()
@@ -114,6 +113,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('name', OPERATORS)
 def test_exported_for_any_length(name):
     """Kernels are operators of the program, whatever T is."""

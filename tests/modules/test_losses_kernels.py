@@ -431,6 +431,7 @@ def test_few_rows_are_one_chunk(monkeypatch, dtype, reduction):
     assert products == 3
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_many_rows_are_cut(monkeypatch):
     """Numbers across chunks, with the memory of one."""
@@ -586,7 +587,7 @@ def test_once_only(logits_are):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-@pytest.mark.pairwise
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize('count', [4, 9000])

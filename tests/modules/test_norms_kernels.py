@@ -92,7 +92,7 @@ def test_half_precision_of_long_rows(long_rows, kind):
     assert set(long_rows) == {('_forward_long', 8), ('_backward_long', 8)}
 
 
-@pytest.mark.pairwise
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     ('dim', 'dtype', 'tiles'),
@@ -525,6 +525,7 @@ def test_compiles(capability, dim):
     print(*compiled, sep='\n')
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize(
     ('capability', 'dtype'), [((9, 0), FP16), *((c, FP32) for c in ((8, 0), (9, 0), (10, 0), (12, 0)))], ids=str

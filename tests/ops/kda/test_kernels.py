@@ -122,6 +122,7 @@ def test_chunks_of_every_kind_in_one_call(dtype):
     check(chunk_kda, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', [FP32, BF16])
 def test_short_chunks_of_the_strongest_bounded_gates(dtype):
     """What is left of a sequence ends before or behind the middle of a block, or a boundary."""
@@ -131,6 +132,7 @@ def test_short_chunks_of_the_strongest_bounded_gates(dtype):
     check(chunk_kda, given.with_tensors(g=torch.full_like(given.tensors['g'], 30.0)))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('dtype', [FP32, BF16])
 @pytest.mark.parametrize('gates', [-1.8, -5.0, -7.4, 'one of -59', 'one of -79'])
 def test_the_size_of_numbers_does_not_matter(dtype, gates):
