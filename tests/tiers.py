@@ -3,9 +3,9 @@
 `pairs` is what `make test` runs. Every test runs, but not every case of an expensive one:
 
 - marked `slow` (a case takes more than about 3 s): the first case;
-- marked `pairwise` (a cheaper case, of a grid that takes more than about 3 s): a subset of the grid. With three or more axes
-  it holds every pair of values of two axes; with two axes, or with `pairwise(pairs=False)`, every value of each. An axis is
-  one name in `parametrize`, or a parametrised fixture.
+- marked `pairwise` (the grid takes more than about 3 s): a subset of the grid. With three or more axes it holds every pair
+  of values of two axes; with two axes, or with `pairwise(pairs=False)`, every value of each. An axis is one name in
+  `parametrize`, or a parametrised fixture.
 
 `one` is what the leg with an older Triton runs: one case of each interpreted test, since the interpreter's own tests cover
 what depends on Triton's version; everything that compiles, with the subsets of `pairs`, slow cases included.

@@ -375,6 +375,7 @@ def test_compiles_without_steps():
             launch_backward(x, empty(8, 3), None, state, cu, True, x, state)
 
 
+@pytest.mark.pairwise
 @pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])

@@ -587,6 +587,7 @@ def test_once_only(logits_are):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
+@pytest.mark.pairwise
 @pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])

@@ -205,6 +205,7 @@ def test_operators_and_compiled_callers():
         torch.testing.assert_close(compiled(x, 2), both(x, 2))
 
 
+@pytest.mark.pairwise
 @pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])

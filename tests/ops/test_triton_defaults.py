@@ -119,6 +119,7 @@ def test_a_step_on_a_cpu_is_no_chunk(monkeypatch, function, options):
         case(function, T=2).call(function)
 
 
+@pytest.mark.pairwise
 @pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize(('dtype', 'dim'), [(BF16, 128), (FP32, 256)], ids=str)
