@@ -1,4 +1,4 @@
-# Every target sets up .venv first, and again when pyproject.toml or constraints.txt has changed.
+# `make help` lists the targets. Each sets up .venv first, and again when pyproject.toml or constraints.txt has changed.
 #
 # If PYTHON has a torch when .venv is made, .venv looks through to PYTHON's packages and keeps that torch, so that a GPU
 # host without a network needs nothing downloaded. Otherwise .venv gets the versions in constraints.txt. `make clean`
@@ -22,26 +22,51 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTEST_ARGS ?= -n 2
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-triton36 test-tilelang lint style types format bench clean setup
+.PHONY: help demo test test-full test-changed test-backends test-triton36 test-tilelang lint style types format bench clean setup
 
+help:
+	@sed -n 's/^#: //p' Makefile
+
+#: make demo           train a small model, and show which backend served each function
 demo: $(STAMP)
 	$(PY) -m examples.language_model $(DEMO_ARGS)
 
+# WHOLE: test files whose grids run whole.
+#: make test           every test, with a subset of each expensive grid (tests/tiers.py): minutes
 test: $(STAMP)
-	$(PYTEST) $(PYTEST_ARGS) tests
+	$(PYTEST) $(PYTEST_ARGS) $(addprefix --whole=,$(WHOLE)) tests
 
-# The tests that touch Triton, with an older release that GPU hosts still have. It stands in a folder of its own, first on
-# the path: a second environment would cost another copy of torch.
+#: make test-full      every test with its whole grid: about an hour on two cores
+test-full: $(STAMP)
+	$(PYTEST) $(PYTEST_ARGS) --grids=all tests
+
+#: make test-changed   the whole grids of the tests that depend on files changed since SINCE=main
+SINCE ?= main
+test-changed: $(STAMP)
+	@tests=$$($(PY) scripts/find_dependent_tests.py --since $(SINCE)) && \
+	    if [ -n "$$tests" ]; then $(PYTEST) $(PYTEST_ARGS) --grids=all $$tests; else echo 'No test depends on the changes.'; fi
+
+#: make test-backends  each backend alone, and kernels without the dispatcher, as users' CI runs them
+test-backends: $(STAMP)
+	$(PYTEST) $(PYTEST_ARGS) --grids=all tests/test_served.py
+	FLA_DISABLE_BACKEND_DISPATCH=1 TRITON_INTERPRET=1 $(PYTEST) $(PYTEST_ARGS) -p tests.baseline -m interpreted --grids=one \
+	    tests/ops tests/modules
+
+# An older release that GPU hosts still have. It stands in a folder of its own, first on the path: a second environment would
+# cost another copy of torch.
+#: make test-triton36  what depends on the release of Triton, with Triton $(OLDER_TRITON)
 test-triton36: $(STAMP) $(TRITON36)/installed
 	$(WITH_TRITON36) $(PY) -c 'import triton; print("Triton", triton.__version__); assert triton.__version__ == "$(OLDER_TRITON)"'
-	@$(WITH_TRITON36) $(PYTEST) $(PYTEST_ARGS) -m triton tests || { status=$$?; \
+	@$(WITH_TRITON36) $(PYTEST) $(PYTEST_ARGS) -m triton --grids=one tests || { status=$$?; \
 	    [ $$status -eq 5 ] || exit $$status; echo 'Triton $(OLDER_TRITON): NOTHING RAN, no test is marked triton.'; }
 
-# The tests that compile TileLang kernels for a GPU that is not here (nvcc is). In a folder of its own, which no other test
-# sees: what other tests expect is a machine without TileLang.
+# In a folder of its own, which no other test sees: the others expect a machine without TileLang.
+#: make test-tilelang  compile TileLang kernels for a GPU that is not here (needs nvcc)
 test-tilelang: $(STAMP) $(TILELANG)/installed
-	PYTHONPATH=$(CURDIR)/$(TILELANG) TILELANG_CACHE_DIR=$(CURDIR)/$(TILELANG)/cache $(PYTEST) $(PYTEST_ARGS) -m tilelang tests
+	PYTHONPATH=$(CURDIR)/$(TILELANG) TILELANG_CACHE_DIR=$(CURDIR)/$(TILELANG)/cache $(PYTEST) $(PYTEST_ARGS) -m tilelang \
+	    --grids=all tests
 
+#: make lint           ruff and mypy
 lint: style types
 
 style: $(STAMP)
@@ -51,18 +76,22 @@ style: $(STAMP)
 types: $(STAMP)
 	$(PY) -m mypy
 
+#: make format         what ruff can fix
 format: $(STAMP)
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
+#: make bench          every benchmark
 bench: $(STAMP)
 	@for script in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do \
 	    echo "== $$script"; $(PY) $$script $(BENCH_ARGS) || exit; \
 	done
 
+#: make clean          remove the environments
 clean:
 	rm -rf $(VENV) $(TRITON36) $(TILELANG)
 
+#: make setup          make .venv, which the others do by themselves
 setup: $(STAMP)
 
 # PYTHON may itself be a virtual environment, whose packages --system-site-packages would not show; a .pth file does.

@@ -4,9 +4,8 @@ import ast
 import functools
 import re
 
-import pytest
-
 from tests.markdown import ROOT
+from tests.tables import table
 
 ROWS = [
     [cell.strip() for cell in line.strip('|').split('|')]
@@ -28,7 +27,7 @@ def test_every_defect_is_listed_once():
     assert [row[0] for row in ROWS] == expected
 
 
-@pytest.mark.parametrize('row', ROWS, ids=[row[0] for row in ROWS])
+@table('row', ROWS, ids=[row[0] for row in ROWS])
 def test_its_tests_exist(row):
     _, what, guard = row
     assert what

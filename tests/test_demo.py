@@ -2,7 +2,6 @@
 
 import io
 import math
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from examples.language_model.generate import compare, generate, prefill
 from examples.language_model.model import MIXERS, Config, LanguageModel
 from examples.language_model.report import Call, Calls, Difference, Row, difference
 from examples.language_model.train import WARMUP, Settings, Step, rate, train
-from tests.markdown import ROOT
+from tests import process
 
 FUNCTIONS = {
     'parallel_attn': 'sdpa',
@@ -39,10 +38,8 @@ SETTINGS = Settings(torch.device('cpu'), torch.float32, 1.0, 4, batch=2, length=
 
 
 def demo(*arguments: str, device: str | None = 'cpu', **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
-    command = [sys.executable, '-m', 'examples.language_model', *(['--device', device] if device else []), *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True, timeout=300, check=False
+    return process.run_module(
+        'examples.language_model', *(['--device', device] if device else []), *arguments, **environment
     )
 
 

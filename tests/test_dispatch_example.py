@@ -1,17 +1,12 @@
 """`examples/dispatch.py` succeeds, and fails if one of its claims is false."""
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests import process
 
 
 def example(**environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
-    command = [sys.executable, str(ROOT / 'examples/dispatch.py')]
-    return subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, timeout=300, check=False)
+    return process.run_script(process.ROOT / 'examples/dispatch.py', **environment)
 
 
 def test_succeeds():

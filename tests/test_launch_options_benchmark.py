@@ -1,13 +1,11 @@
 """benchmarks/launch_options.py on a CPU: the changed launch options, and the message without a GPU."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests import markdown
+from tests import markdown, process
 
 
 @pytest.fixture
@@ -63,5 +61,5 @@ def test_without_a_gpu():
     if torch.cuda.is_available():
         pytest.skip('a GPU is available')
     script = markdown.ROOT / 'benchmarks' / 'launch_options.py'
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    done = process.run_script(script)
     assert (done.returncode, done.stdout) == (0, 'This benchmark needs a GPU: nothing is measured.\n')

@@ -1,13 +1,10 @@
 """benchmarks/modules.py on a CPU: every module, the process for FLA (with this package in its place), and the rows."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests import markdown
+from tests import markdown, process
 
 SCRIPT = markdown.ROOT / 'benchmarks' / 'modules.py'
 ERROR = {'cross_entropy': 1e-2, 'fused_linear_cross_entropy': 2e-2, 'causal_conv1d': 1e-2}
@@ -16,9 +13,7 @@ ERROR = {'cross_entropy': 1e-2, 'fused_linear_cross_entropy': 2e-2, 'causal_conv
 def run(tmp_path, *options):
     path = tmp_path / 'folder' / 'modules.json'
     # this package takes the place of FLA, and needs its reference backend here
-    environment = {**os.environ, 'FLA_DISABLE_BACKEND_DISPATCH': '0'}
-    command = [sys.executable, SCRIPT, '--json', path, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = process.run_script(SCRIPT, '--json', str(path), *map(str, options), FLA_DISABLE_BACKEND_DISPATCH='0')
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text(encoding='utf-8')), done.stdout
 
@@ -84,12 +79,12 @@ def test_interrupted_run_is_resumed(tmp_path):
             {'began': whole['began'], 'copy_gbs': whole['copy_gbs'], 'note': 'stopped', 'rows': stop},
         ]
         assert 'note' not in result
-    done = subprocess.run([sys.executable, SCRIPT, '--json', path, *options, '--continue'], capture_output=True, text=True)
+    done = process.run_script(SCRIPT, '--json', str(path), *map(str, options), '--continue')
     assert done.returncode == 1
     assert 'modules.json is complete' in done.stderr
 
 
 def test_without_a_gpu():
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env={'CUDA_VISIBLE_DEVICES': ''})
+    done = process.run_script(SCRIPT, CUDA_VISIBLE_DEVICES='')
     assert done.returncode == 0
     assert 'needs a GPU' in done.stdout

@@ -1,11 +1,8 @@
 """Errors name another distribution with files under `fla/`; calls that succeed never look for one."""
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 
@@ -13,6 +10,7 @@ import fla
 from fla.backends import NoBackendError, UnknownNameError, default_dispatcher, dispatch, validate
 from fla.backends.cli.main import main
 from fla.utils import owners
+from tests import process
 
 SOURCE = Path(fla.__file__).parent
 THEIRS = 'fla-core 0.6.0 (installed at '
@@ -187,11 +185,8 @@ def test_command_line_and_validate(beside, fresh, capsys):
 
 
 def child(code, folder, **environment):
-    """Run code in a process with `folder` first on sys.path."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
-    command = [sys.executable, '-c', dedent(code)]
-    environment = {**clean, 'PYTHONPATH': str(folder), **environment}
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    """Runs code in a process that finds packages in a folder first."""
+    return process.run(code, cwd=folder, **{'PYTHONPATH': str(folder), **environment})
 
 
 def test_calls_that_succeed_read_no_metadata():

@@ -9,23 +9,30 @@ from textwrap import dedent
 import pytest
 
 import fla
+from tests import process
 
 ROOT = str(Path(fla.__file__).parents[1])
 
 
-def python(source, timeout=120, **variables):
-    """Run source in a process of its own, without any FLA_* variable but those given; its output."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
-    environ |= {'PYTHONPATH': ROOT, **variables}
-    done = subprocess.run(
-        [sys.executable, '-c', dedent(source)], env=environ, capture_output=True, text=True, timeout=timeout, check=False
-    )
+def python(source, **variables):
+    """Runs source in a process of its own, without any FLA_* variable but those given."""
+    done = process.run(source, **variables)
     assert done.returncode == 0, done.stderr
     return done
 
 
+def cold_python(source):
+    """The same in a process that has imported nothing."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
+    command = [sys.executable, '-c', dedent(source)]
+    done = subprocess.run(
+        command, env={**environ, 'PYTHONPATH': ROOT}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_few_ask_for_is_imported_when_they_do():
-    python(
+    cold_python(
         """
         import sys
         import fla.backends as door
@@ -43,7 +50,7 @@ def test_what_few_ask_for_is_imported_when_they_do():
 
 
 def test_importing_loads_nothing_heavy_and_touches_no_device():
-    python(
+    cold_python(
         """
         import sys
         import torch
@@ -80,7 +87,7 @@ def test_importing_loads_nothing_heavy_and_touches_no_device():
 
 def test_operations_modules_and_layers_load_nothing_heavy():
     """Dynamo and Triton take three times as long as all else, and most processes compile nothing."""
-    python(
+    cold_python(
         """
         import sys
         import torch
@@ -421,7 +428,7 @@ def modules(package):
 @pytest.mark.slow
 def test_importing_every_module_changes_nothing_elsewhere():
     """Neither PyTorch nor the environment nor the root logger, and no device is asked for."""
-    python(
+    cold_python(
         EVERY_MODULE
         + """
 import logging
@@ -464,7 +471,7 @@ assert not torch.cuda.is_initialized()
 @pytest.mark.slow
 def test_operations_and_their_oracles_need_no_triton():
     """It is needed by the modules around the kernels, which are imported when a kernel is to run."""
-    python(
+    cold_python(
         EVERY_MODULE
         + """
 class Blocker:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fla.backends import trace
 from fla.layers import Attention, Cache, GatedDeltaNet, KimiDeltaAttention
 from tests import bounds
+from tests.tables import table
 
 HIDDEN = 12
 
@@ -335,6 +336,7 @@ def gradients_of(call, layer, x):
     return torch.autograd.grad((o * torch.linspace(-1, 1, o.numel()).view_as(o)).sum(), [x, *layer.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', LAYERS)
 def test_compile_and_autocast(name):
     layer, x = make(name, torch.float32), hidden(2, 20, dtype=torch.float32)
@@ -402,6 +404,7 @@ def test_exported(name):
         assert error(layer(x)[0], o) < bounds.of_compiled(bounds.of_layer(torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dynamic', [False, True])
 @pytest.mark.parametrize('name', ['gdn', 'kda', 'attn window'])
 def test_compiled_packed_sequences(name, dynamic):
@@ -414,6 +417,7 @@ def test_compiled_packed_sequences(name, dynamic):
             assert error(layer(x, cu_seqlens=lens)[0], o) < bounds.of_compiled(bounds.of_layer(torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['gdn', 'gdn plain', 'kda', 'attn', 'attn window'])
 def test_compiled_padded_sequences(name):
     """The graph does not break, with or without a cache."""
@@ -435,6 +439,7 @@ def test_compiled_padded_sequences(name):
 PADDED = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 1], [1] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0]])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('name', LAYERS)
 def test_exported_padded_sequences(name):
     layer, x = make(name, torch.float32), hidden(3, 9, dtype=torch.float32)
@@ -498,6 +503,7 @@ def test_forward_mode_of_a_mask_after_cached_steps(name):
     assert error(right, found) < bound(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['gdn', 'kda conv bias'])
 def test_compiled_generation_of_packed_sequences(name):
     """One step of each sequence; then several, which the convolutions serve by another path."""
@@ -581,7 +587,7 @@ def test_layers_of_a_model_share_a_cache():
     assert [cache.get_seq_length(i) for i in range(4)] == [3, 3, 3, 0]
 
 
-@pytest.mark.parametrize(
+@table(
     ('call', 'kind', 'message'),
     [
         (lambda gdn, attn, x: gdn(x[..., :3]), ValueError, r'hidden_states must be \[B, T, 12\]'),

@@ -50,6 +50,7 @@ def test_against_the_formula(name):
 SPANS = [(0, 3), (3, 4), (4, 11)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', LAYERS)
 def test_packed_and_padded_sequences(name):
     """With gradients, and with attention's own kernels, which are not chosen on a CPU by default."""
@@ -87,6 +88,7 @@ def test_generation_of_attention(name):
     assert error(right, torch.cat(pieces, 1)) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', RECURRENT)
 def test_generation(name):
     """Prefill, more prefill, then single steps give the same as one call."""
@@ -111,6 +113,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('name', OPERATORS)
 def test_exported_for_any_length(name):
     """Kernels are operators of the exported program, for any T."""

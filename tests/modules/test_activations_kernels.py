@@ -271,6 +271,7 @@ def test_operators_and_compiled_callers():
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.pairwise
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_compiles(capability):

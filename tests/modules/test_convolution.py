@@ -9,6 +9,7 @@ from fla.backends import trace
 from fla.modules import ShortConvolution
 from fla.modules.convolution import causal_conv1d, causal_conv1d_update
 from tests import bounds
+from tests.tables import table
 
 from .convolution import convolved
 from .oracle import DTYPES, check, error, served_by, tensor
@@ -234,6 +235,7 @@ def test_a_learnt_state_is_not_written(grad):
     assert torch.equal(learnt, before)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
 @pytest.mark.parametrize('grad', [False, True], ids=['no grad', 'grad'])
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ def test_a_cache_made_in_inference_mode():
     assert error(state, cache) <= bounds.TWO_ORACLES
 
 
-@pytest.mark.parametrize(
+@table(
     ('call', 'kind', 'message'),
     [
         (lambda x, w: causal_conv1d(x[0], w), ValueError, r'x must be \[B, T, D\]'),

@@ -64,6 +64,7 @@ def tensors(batch, length, channels, width, count, dtype, *, every=True):
     return {name: tensor(*shape, dtype=dtype) for name, shape in shapes.items()}
 
 
+@pytest.mark.pairwise
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ('width', 'dtype'), [*((w, torch.float32) for w in (1, 2, 3, 4, 8)), (4, torch.bfloat16), (4, torch.float16)], ids=str
@@ -89,6 +90,7 @@ def test_many_tiles(monkeypatch, packed):
     against_the_formula(arguments, bound, activation='silu', cu_seqlens=cu, output_final_state=True)
 
 
+@pytest.mark.pairwise
 @pytest.mark.interpreted
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 @pytest.mark.parametrize('activation', [None, 'swish'])
@@ -327,6 +329,7 @@ def test_compiled():
     assert torch.equal(*caches)
 
 
+@pytest.mark.pairwise
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_compiles_in_float32(capability):
@@ -372,6 +375,8 @@ def test_compiles_without_steps():
             launch_backward(x, empty(8, 3), None, state, cu, True, x, state)
 
 
+@pytest.mark.pairwise
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])

@@ -12,6 +12,7 @@ from fla.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
 from tests import bounds
+from tests.tables import table
 
 from .losses import OPTIONS, gradients, linear_oracle, oracle, targets
 from .oracle import DTYPES, error, tensor
@@ -278,7 +279,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(('call', 'kind', 'message'), BAD)
+@table(('call', 'kind', 'message'), BAD)
 def test_bad_calls(call, kind, message):
     with pytest.raises(kind, match=message):
         call(torch.randn(3, 4), torch.tensor([0, 1, 2]))

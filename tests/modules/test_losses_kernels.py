@@ -112,6 +112,7 @@ def in_rows_of(stride, rows):
     return logits.copy_(rows)
 
 
+@pytest.mark.pairwise
 @pytest.mark.interpreted
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('few', [True, False], ids=['few', 'many'])
@@ -290,6 +291,7 @@ def test_in_place_beside_a_checkpoint():
         (square + _loss(logits, target, True)).backward()
 
 
+@pytest.mark.pairwise
 @pytest.mark.interpreted
 @pytest.mark.parametrize('dtype', KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
@@ -311,6 +313,7 @@ def test_linear(dtype, options, reduction, logits_are):
         assert error(wanted, got) <= bound
 
 
+@pytest.mark.pairwise
 @pytest.mark.interpreted
 @pytest.mark.parametrize('options', LINEAR.values(), ids=LINEAR)
 def test_linear_of_many_classes(options, logits_are):
@@ -428,6 +431,7 @@ def test_few_rows_are_one_chunk(monkeypatch, dtype, reduction):
     assert products == 3
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_many_rows_are_cut(monkeypatch):
     """Numbers across chunks, with the memory of one."""
@@ -583,6 +587,8 @@ def test_once_only(logits_are):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
+@pytest.mark.pairwise
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize('count', [4, 9000])
@@ -604,6 +610,7 @@ def test_compiles(capability, count, classes, dtype):
     assert all('fma.rn.f32' not in one.kernel.asm['ptx'] for one in compiled if one.name != '_scaled')
 
 
+@pytest.mark.pairwise
 @pytest.mark.triton
 @pytest.mark.parametrize('count', [4, 9000])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)

@@ -12,6 +12,7 @@ from fla.modules.fused_norm_gate import rms_norm_gated
 from fla.modules.l2norm import l2_norm, l2norm
 from fla.modules.layernorm import group_norm, layer_norm, rms_norm
 from tests import bounds
+from tests.tables import table
 
 from .oracle import DTYPES, check, error, tensor
 
@@ -183,7 +184,7 @@ def test_classes():
     assert FusedRMSNormGated(6).eps == RMSNorm(6).eps == 1e-5
 
 
-@pytest.mark.parametrize(
+@table(
     ('call', 'kind', 'message'),
     [
         (lambda x: l2norm(x.int()), TypeError, 'x must be float16'),

@@ -67,6 +67,7 @@ def test_eps_of_numpy():
     assert torch.equal(y, rms_norm(x, None, eps=float(eps)))
 
 
+@pytest.mark.pairwise
 @interpreted
 @pytest.mark.parametrize('extras', [BARE, EVERYTHING], ids=len)
 @every_kind
@@ -91,6 +92,7 @@ def test_half_precision_of_long_rows(long_rows, kind):
     assert set(long_rows) == {('_forward_long', 8), ('_backward_long', 8)}
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     ('dim', 'dtype', 'tiles'),
@@ -172,6 +174,7 @@ def test_gradients_without_sums(kind, shape):
     check(kind, given(kind, shape, extras=('residual',)), eps=0.1)
 
 
+@pytest.mark.pairwise
 @interpreted
 @pytest.mark.parametrize('dtype', [FP32, BF16], ids=str)
 @pytest.mark.parametrize(('groups', 'dim'), [(8, 256), (6, 24), (12, 200), (16, 8), (3, 16), (2, 12), (2, 264)], ids=str)
@@ -504,6 +507,7 @@ def test_a_cpu_gets_the_reference_and_the_default_says_what_it_needs():
             function.__wrapped__(*arguments)
 
 
+@pytest.mark.pairwise
 @pytest.mark.triton
 @pytest.mark.parametrize(
     ('capability', 'dim'), [((9, 0), 128), *((c, d) for c in ((8, 0), (9, 0), (10, 0), (12, 0)) for d in (8192, 65536))]
@@ -521,6 +525,7 @@ def test_compiles(capability, dim):
     print(*compiled, sep='\n')
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize(
     ('capability', 'dtype'), [((9, 0), FP16), *((c, FP32) for c in ((8, 0), (9, 0), (10, 0), (12, 0)))], ids=str
@@ -554,6 +559,7 @@ def test_heads_in_one_step(capability):
         assert one.kernel.asm['ptx'].count('global.v4.b32') == accesses
 
 
+@pytest.mark.pairwise
 @pytest.mark.triton
 @pytest.mark.parametrize('dtype', [BF16, FP32], ids=str)
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])

@@ -10,6 +10,7 @@ from fla.backends import Policy, policy_context
 from fla.modules import RotaryEmbedding
 from fla.modules.rotary import rotary_embedding, rotary_embedding_ref
 from tests import bounds
+from tests.tables import table
 
 from .oracle import DTYPES, check, error, served_by, tensor
 from .rotary import rotated
@@ -268,7 +269,7 @@ def test_scores_depend_on_distance_alone_far_away():
     assert math.isclose(float(near), float(far), abs_tol=bounds.FAR_SCORES)
 
 
-@pytest.mark.parametrize(
+@table(
     ('call', 'kind', 'message'),
     [
         (lambda x, c: rotary_embedding(x[0], c, c), ValueError, r'x must be \[B, T, H, D\]'),

@@ -39,6 +39,7 @@ def against(x, cos, sin, bound, **options):
         assert torch.equal(out, y)
 
 
+@pytest.mark.pairwise
 @pytest.mark.interpreted
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('interleaved', [False, True], ids=['halves', 'interleaved'])
@@ -204,6 +205,8 @@ def test_operators_and_compiled_callers():
         torch.testing.assert_close(compiled(x, 2), both(x, 2))
 
 
+@pytest.mark.pairwise
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_compiles(capability):

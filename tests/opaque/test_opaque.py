@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fla.opaque import opaque
+from tests.tables import table
 
 # A gated sum over time: o_t = h0 + sum over s <= t of tanh(scale * q_s) * n, ht = o_T; `n` derives from a size.
 calls: list[str] = []
@@ -400,6 +401,7 @@ def test_vmap_loops(how):
     torch.testing.assert_close(function(q, weight, mask).double(), q.double() * weight.double() * mask.double())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('how', HOW)
 @pytest.mark.parametrize('final', [False, True])
 @pytest.mark.parametrize('dims', [(0, 0), (2, None), (None, 1)], ids=str)
@@ -717,7 +719,7 @@ GOOD = {
 LONE = {'backward': None, 'grads': (), 'intermediates': ()}
 
 
-@pytest.mark.parametrize(
+@table(
     ('changes', 'error', 'message'),
     [
         ({'name': 'scan'}, ValueError, "name='scan' is not a namespaced operator name"),

@@ -76,6 +76,7 @@ def test_the_definition_is_the_product_of_its_transitions(function):
         torch.testing.assert_close(state[0, head], right_state, rtol=0, atol=1e-13)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(('function', 'name'), grid(), ids=lambda x: x if isinstance(x, str) else x.__name__)
 @pytest.mark.parametrize('dtype', [FP32, FP64], ids=['fp32', 'fp64'])
 def test_results_and_gradients(function, name, dtype):
@@ -83,6 +84,7 @@ def test_results_and_gradients(function, name, dtype):
     check(given, run_of(function, given))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('gate_dtype', [FP32, None], ids=['gates fp32', 'gates narrow'])
 @pytest.mark.parametrize('dtype', [BF16, FP16], ids=['bf16', 'fp16'])
 @pytest.mark.parametrize('name', NARROW)
@@ -316,6 +318,7 @@ def test_nan_passes_through_and_stays_in_its_sequence_and_head(function, name):
 TINY = {'T': 3, 'H': 1, 'HV': 2, 'K': 2, 'V': 2, 'dtype': FP64}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('options', [{'T': 3}, {'T': 1}, {'T': 17}, {'lens': [2, 0, 1]}], ids=str)
 @every_function
 def test_gradcheck(function, options):

@@ -2,9 +2,6 @@
 
 import importlib
 import inspect
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +10,9 @@ from fla.backends import Policy, policy_context, trace, use_backend
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 from fla.ops.recurrence.arguments import Inputs, Options, compile_key
+from tests import process
 from tests.ops.delta_rules import CHUNKED, FUNCTIONS, KDA, RAW, case, name_of
+from tests.tables import table
 
 every_function = pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
 every_chunked = pytest.mark.parametrize('function', CHUNKED, ids=name_of)
@@ -375,7 +374,7 @@ def refuse(function, name):
     assert not len(t), 'a backend ran'
 
 
-@pytest.mark.parametrize(('function', 'name'), ALL_BAD, ids=lambda x: x if isinstance(x, str) else x.__name__)
+@table(('function', 'name'), ALL_BAD, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_refused(function, name):
     refuse(function, name)
 
@@ -447,9 +446,7 @@ for f in (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, chunk_kda, f
     else:
         raise AssertionError(f)
 """
-    environment = {**os.environ, 'FLA_DISABLE_BACKEND_DISPATCH': '1'}
-    environment.pop('TRITON_INTERPRET', None)
-    done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True, text=True)
+    done = process.run(code, FLA_DISABLE_BACKEND_DISPATCH='1', TRITON_INTERPRET='0')
     assert done.returncode == 0, done.stderr
 
 

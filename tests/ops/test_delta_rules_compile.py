@@ -31,6 +31,7 @@ STEP, SEQUENCE, PACKED = {'T': 1, 'B': 2}, {'T': 20}, {'lens': [3, 0, 17], 'stat
 COMPILED = [(f, options) for f in FUNCTIONS for options in (SEQUENCE, PACKED if f in CHUNKED else STEP)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(('function', 'options'), COMPILED)
 def test_compiled(function, options):
     given = case(function, HV=2, K=4, V=3, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, **options)
@@ -74,6 +75,7 @@ class Layer(torch.nn.Module):
         )  # fmt: skip
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('strict', [False, True])
 @pytest.mark.parametrize('options', [{'T': 20}, {'lens': [3, 0, 17]}], ids=str)
 @pytest.mark.parametrize('function', CHUNKED, ids=name_of)

@@ -56,11 +56,13 @@ def cases(functions, names, *dtypes):
 on_the_grid = partial(pytest.mark.parametrize, ('function', 'name', 'dtype'))
 
 
+@pytest.mark.pairwise
 @on_the_grid(cases(CHUNKED, {name for _, name in grid(CHUNKED)}, FP32))
 def test_grid(function, name, dtype):
     check_on_grid(function, name, dtype=dtype)
 
 
+@pytest.mark.pairwise(pairs=False)
 @on_the_grid([*cases(CHUNKED, NARROW, BF16), *cases(CHUNKED, ['beyond a chunk', 'everything'], FP16)])
 def test_grid_of_halves(function, name, dtype):
     check_on_grid(function, name, dtype=dtype)
@@ -71,6 +73,7 @@ def test_grid_of_decoding(function, name, dtype):
     check_on_grid(function, name, dtype=dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('dtype', [FP16, BF16], ids=['fp16', 'bf16'])
 @pytest.mark.parametrize('sizes', [{'K': 64, 'V': 128}, {'K': 20, 'V': 80}], ids=str)
 @every_chunked
@@ -78,6 +81,7 @@ def test_halves_of_other_sizes(function, sizes, dtype):
     check(function, case(function, dtype=dtype, T=130, **sizes))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('sizes', [{'K': 256, 'V': 16}, {'K': 16, 'V': 256}, {'K': 100, 'V': 5}], ids=str)
 @every_chunked
 def test_sizes(function, sizes):
@@ -91,6 +95,7 @@ def test_gates_in_half_precision(function, gate_dtype):
     check(function, case(function, dtype=BF16, gate_dtype=gate_dtype, T=80, HV=2, **EVERYTHING))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('sizes', [{'T': 5, 'B': 2, 'HV': 2}, {'T': 3, 'K': 1, 'V': 1}, {'T': 1, 'K': 1, 'V': 1}], ids=str)
 @pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
 def test_negated_inputs(function, sizes):
@@ -110,6 +115,7 @@ def test_strided_inputs(function, options):
     check(function, strided(case(function, K=16, V=16, **options)))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('initial', [False, True])
 @every_chunked
 def test_without_a_final_state(function, initial):
@@ -144,6 +150,7 @@ def much_shared_memory(monkeypatch):
     return times
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('dtype', [FP16, BF16], ids=['fp16', 'bf16'])
 @pytest.mark.parametrize(
     'options',
@@ -200,6 +207,7 @@ def test_a_gate_of_minus_infinity(function):
     check(function, case(function, strength='reset', T=70, K=16, V=16))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('shape', [(1, 1, -1, 1), (-1,)], ids=str)
 @pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
 def test_gate_parameters_of_any_shape_and_strides(function, shape):
@@ -229,6 +237,7 @@ def test_no_steps_stay_in_the_graph(function):
     assert gradient.shape == leaves['v'].shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('which', ['gated delta rule', 'kda', 'kda, kept'])
 def test_operators_keep_the_rules(which):
     """PyTorch's own test of operators. Not of packed sequences, which leave rows of the intermediates unwritten: it compares

@@ -15,6 +15,7 @@ from tests.ops.delta_rules import CHUNKED, case, name_of
 from tests.triton_support.compile_only import compile_only
 
 
+@pytest.mark.pairwise
 @pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def check(monkeypatch, function, **options):
     assert not wrong, '; '.join(wrong)
 
 
+@pytest.mark.pairwise
 @pytest.mark.interpreted
 @pytest.mark.parametrize('function', [chunk_gated_delta_rule, chunk_kda], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(

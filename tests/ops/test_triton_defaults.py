@@ -20,6 +20,7 @@ every_chunked = pytest.mark.parametrize('function', CHUNKED, ids=name_of)
 interpreted = pytest.mark.interpreted
 
 
+@pytest.mark.pairwise
 @interpreted
 @pytest.mark.parametrize('options', [{'T': 5, 'B': 2}, {'lens': [2, 0, 3], **EVERYTHING}], ids=['equal', 'everything'])
 @every_recurrent
@@ -114,6 +115,7 @@ def test_steps_under_torch_func(function, transform):
     assert bounds.relative_rms(right, found) <= bounds.EXACT[FP32]
 
 
+@pytest.mark.pairwise
 @interpreted
 @gpu.every_place_of_nan
 @pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
@@ -144,6 +146,7 @@ def test_a_step_on_a_cpu_is_no_chunk(monkeypatch, function, options):
         case(function, T=2).call(function)
 
 
+@pytest.mark.pairwise
 @pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize(('dtype', 'dim'), [(BF16, 128), (FP32, 256)], ids=str)

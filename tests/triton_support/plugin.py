@@ -74,6 +74,7 @@ class _Child:
         options = [str(path), f'--rootdir={config.rootpath}', *(['-c', str(config.inipath)] if config.inipath else [])]
         options += [f'--tb={config.option.tbstyle}'] + ['-v'] * config.option.verbose
         options += ['--showlocals'] * config.option.showlocals + ['--runxfail'] * config.option.runxfail
+        options += ['--grids=all'] * hasattr(config.option, 'grids')  # this process has chosen already
         environment = {name: value for name, value in os.environ.items() if name != 'PYTEST_ADDOPTS'}
         self.process = subprocess.Popen(
             [sys.executable, '-m', __name__, str(theirs.fileno()), *options],

@@ -1,14 +1,10 @@
 """The fixed interpreter against torch and float64, and the stock one, which shows that these tests can fail."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip('triton')
+from tests import process
 from tests.triton_support import kernels
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -330,8 +326,5 @@ print(not (z - (x + y)).abs().max().item() < 1)
 @pytest.mark.triton
 def test_the_stock_interpreter_is_wrong_about_bf16():
     """If this fails, Triton has fixed its interpreter: check which parts of `interpreter` are still needed."""
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, 'TRITON_INTERPRET': '1'}
-    environment['PYTHONPATH'] = os.pathsep.join(filter(None, [root, os.environ.get('PYTHONPATH')]))
-    done = subprocess.run([sys.executable, '-c', STOCK], env=environment, capture_output=True, text=True, timeout=120)
+    done = process.run(STOCK, TRITON_INTERPRET='1')
     assert done.stdout.split() == ['True', 'True'], done.stdout + done.stderr

@@ -10,6 +10,7 @@ from fla.backends import Policy, default_dispatcher, freeze_dispatch, refresh, s
 from fla.backends.cli.main import main
 from fla.backends.lint import RULES
 from fla.backends.policy.environment import VARIABLES
+from tests import process
 from tests.backends.toy import Toy
 
 
@@ -41,8 +42,7 @@ def usage_error(capsys, *arguments):
 def test_exit_codes_of_the_process(tmp_path, source, code, out, err):
     if source is not None:
         (tmp_path / 'x.py').write_text(source)
-    command = [sys.executable, '-m', 'fla.backends', 'lint', 'x.py']
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=_environment())
+    done = process.run_module('fla.backends', 'lint', 'x.py', cwd=tmp_path)
     assert (done.returncode, done.stdout[: len(out)]) == (code, out), done.stderr
     assert bool(done.stdout) == bool(out)
     assert err in done.stderr

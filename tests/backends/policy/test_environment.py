@@ -5,7 +5,6 @@ import ast
 import logging
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -30,6 +29,7 @@ from fla.backends import (
     use_backend,
 )
 from fla.backends.core import logs
+from tests import process
 from tests.backends.library import backend_source
 from tests.backends.toy import Q, Toy
 
@@ -732,10 +732,7 @@ print(toy.name_of(call_op(f'{toy.op}.f', Q, Q)), toy.name_of(resolve_op(f'{toy.o
     ],
 )
 def test_import_survives_every_value(environment, printed):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
-    done = subprocess.run(
-        [sys.executable, '-c', SCRIPT], env={**clean, **environment}, capture_output=True, text=True, timeout=120
-    )
+    done = process.run(SCRIPT, **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed
     for name, value in environment.items():

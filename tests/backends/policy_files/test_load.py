@@ -39,6 +39,7 @@ from fla.backends import (
 )
 from fla.backends.policy.precedence import Layer, refuse_if_locked
 from tests.backends.toy import Toy
+from tests.tables import table
 
 pytest.importorskip('ruamel.yaml')
 pytest.importorskip('pydantic')
@@ -178,7 +179,7 @@ def test_a_path_of_another_type_is_refused(path):
             door(path)
 
 
-@pytest.mark.parametrize(
+@table(
     ('text', 'line', 'words'),
     [
         ('perfer: a', 1, "unknown key 'perfer'. Did you mean 'prefer'?"),

@@ -2,9 +2,7 @@
 
 import hashlib
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ from fla.backends.policy.policy import Policy
 from fla.backends.policy_files import file_changes, watch
 from fla.backends.policy_files.versions import PolicyVersion
 from fla.backends.policy_files.watch import PolicyWatcher, WatchError
+from tests import process
 
 pytest.importorskip('watchfiles')
 
@@ -608,10 +607,10 @@ def test_without_inotify_the_file_is_polled(layer, file, start, monkeypatch, cap
 def test_the_process_exits_cleanly_while_watching(tmp_path):
     """The thread inside watchfiles must end before the interpreter does."""
     (tmp_path / 'p').write_text('one')
-    script = textwrap.dedent(f"""
+    script = f"""
         from tests.backends.policy_files.test_watch import Layer, PolicyWatcher
         watcher = PolicyWatcher({str(tmp_path / 'p')!r}, 0.05, False, (), (), (), 4, Layer())
         import time; time.sleep(0.1)
-    """)
-    done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, timeout=60, check=False)
+    """
+    done = process.run(script, timeout=60)
     assert (done.returncode, done.stderr) == (0, '')

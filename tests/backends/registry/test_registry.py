@@ -31,6 +31,7 @@ from fla.backends import (
 )
 from fla.backends.core.locking import lock
 from tests.backends.toy import Q, Toy
+from tests.tables import table
 
 
 def make(name='a', answer=None, method='f', **attributes):
@@ -92,7 +93,7 @@ def test_register_refuses_a_class_and_says_what_to_write(toy):
         toy.registry.register(Mine)
 
 
-@pytest.mark.parametrize(
+@table(
     ('attribute', 'value', 'allowed'),
     [
         ('backend_type', 'base', 'a name'),

@@ -114,6 +114,7 @@ class Scenario:
         yield 'unregistered', [LONG], {'flag': True}, 'flagged'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('backend', 'dynamic'), [('eager', None), ('eager', True), ('aot_eager', None)])
 def test_what_changes_is_selected_anew(monkeypatch, backend, dynamic):
     scenario = Scenario(monkeypatch)

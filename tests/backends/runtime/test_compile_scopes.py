@@ -115,6 +115,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('warm', [False, True])
 @pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
 @pytest.mark.parametrize('function', INSIDE)
@@ -243,6 +244,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('warm', [False, True])
 @pytest.mark.parametrize('function', BROKEN)
 def test_a_graph_break_inside_a_scope(function, warm):

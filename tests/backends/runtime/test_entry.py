@@ -7,7 +7,6 @@ import gc
 import inspect
 import io
 import linecache
-import os
 import pickle
 import pydoc
 import subprocess
@@ -33,6 +32,7 @@ from fla.backends import (
     prefer_backend,
     use_backend,
 )
+from tests import process
 from tests.backends.toy import Q, Toy
 
 ROOT = Path(__file__).parents[3]
@@ -759,27 +759,17 @@ print('good')
 """
 
 
-def run(source, *arguments, **environment):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
-    return subprocess.run(
-        [sys.executable, '-c', source, *arguments],
-        cwd=ROOT,
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def test_baseline_mode(tmp_path):
     pytest.importorskip('ruamel.yaml')
     file = tmp_path / 'policy.yaml'
     file.write_text('prefer: backend')
-    done = run(BASELINE, str(file), FLA_DISABLE_BACKEND_DISPATCH='1')
+    done = process.run(BASELINE, str(file), FLA_DISABLE_BACKEND_DISPATCH='1')
     assert done.stdout == 'good\n', done.stderr
     for value in ('0', 'no'):
         line = BASELINE.splitlines().index('assert f is plain') + 1
-        assert f'line {line}, in <module>\nAssertionError' in run(BASELINE, FLA_DISABLE_BACKEND_DISPATCH=value).stderr
+        assert (
+            f'line {line}, in <module>\nAssertionError' in process.run(BASELINE, FLA_DISABLE_BACKEND_DISPATCH=value).stderr
+        )
 
 
 # -- types --------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ def test_against_the_formula(case):
     check('default', inputs(*names, dtype=FP32, **shapes), **options)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('dtype', [BF16, FP16], ids=['bf16', 'fp16'])
 @pytest.mark.parametrize('case', ['grouped', 'long window', 'everything', 'packed'])
 def test_half_precision(case, dtype):

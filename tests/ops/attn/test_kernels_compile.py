@@ -32,6 +32,7 @@ def test_compiles(capability):
     compiled_for(capability, BF16, 128, everything=False)
 
 
+@pytest.mark.pairwise
 @pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])

@@ -1,8 +1,5 @@
 """parallel_attn on a CPU: `reference` and `sdpa`, against the formula one query at a time in float64."""
 
-import os
-import subprocess
-import sys
 from fractions import Fraction
 
 import pytest
@@ -14,9 +11,10 @@ from fla.ops.attn import cudnn, naive, parallel_attn
 from fla.ops.attn.backends import sdpa
 from fla.ops.attn.naive import naive_parallel_attn
 from fla.ops.attn.parallel import parallel_attn as same
-from tests import bounds
+from tests import bounds, process
 from tests.ops.attn.attention import BF16, FP16, FP32, FP64, bounds_of, check, check_apart, errors, inputs, results
 from tests.ops.vendors import fakes
+from tests.tables import table
 
 CU = torch.tensor([0, 0, 1, 9, 24])
 
@@ -91,6 +89,7 @@ def check_formula(backend, given, **options):
         assert rms <= most[name][0], name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('dtype', [FP64, FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize(
     ('case', 'backend'),
@@ -329,9 +328,7 @@ except (RuntimeError, ImportError) as error:
 else:
     raise AssertionError('it ran')
 """
-    environment = {**os.environ, 'FLA_DISABLE_BACKEND_DISPATCH': '1'}
-    environment.pop('TRITON_INTERPRET', None)
-    done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True, text=True)
+    done = process.run(code, FLA_DISABLE_BACKEND_DISPATCH='1', TRITON_INTERPRET='0')
     assert done.returncode == 0, done.stderr
 
 
@@ -462,7 +459,7 @@ def test_the_second_derivatives_of_pytorch_s_attention_are_refused():
         dq.sum().backward()
 
 
-@pytest.mark.parametrize(
+@table(
     ('change', 'kind', 'message'),
     [
         ({'q': torch.zeros(2, 24, 8)}, ValueError, 'q must have 4 dimensions'),

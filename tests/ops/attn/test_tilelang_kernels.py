@@ -40,6 +40,7 @@ CASES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.interpreted
 @pytest.mark.parametrize('case', CASES)
 def test_against_the_formula(monkeypatch, case):

@@ -27,6 +27,7 @@ def test_the_default_says_where_it_does_not_compile(monkeypatch, capability, ver
     assert (verdict, 'needs Triton 3.9' in str(reason)) == (usable, not usable)
 
 
+@pytest.mark.pairwise
 @pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])

@@ -106,6 +106,7 @@ def watch(monkeypatch, turns):
 FORMS = [{**RAW, **FLAGS}, {**RAW, **FLAGS, 'state_v_first': True, 'H': 1}, {'initial': False}]
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.parametrize('form', FORMS, ids=['everything', 'V first, grouped', 'stateless'])
 def test_same_numbers(monkeypatch, form):

@@ -37,6 +37,7 @@ def test_intermediate_states(v_first):
     assert bounds.relative_rms(right, states) <= bounds.of_kernel('final', FP32)[0]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('lens', [None, [64, 33, 0, 1, 40]], ids=['equal', 'packed'])
 @pytest.mark.parametrize('dtype', [FP32, BF16, torch.float16])
 @pytest.mark.parametrize(('strength', 'kind'), [(-1.0, WHOLE), (-3.0, NEAR), (-7.4, NEAR), (-20.0, FAR)])
@@ -69,6 +70,7 @@ def test_how_a_block_goes_depends_on_its_decays(strength, kind, dtype, lens):
     assert dtype == torch.float16 or kind.value in found[0]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('dtype', [FP32, BF16])
 @pytest.mark.parametrize(('lower_bound', 'kinds'), [(-1.5, 1), (-1.875, 1), (-5.0, 2), (-7.5, 2), (-7.6, 3)])
 def test_a_bound_of_the_gates_leaves_out_kernels_that_would_find_no_chunk(monkeypatch, lower_bound, kinds, dtype):
@@ -106,6 +108,7 @@ def test_gates_without_a_bound_may_need_every_kernel():
     assert block_kinds(Options(use_gate_in_kernel=True, lower_bound=-1.0), torch.float16) == (2,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', [FP32, BF16])
 def test_chunks_of_every_kind_in_one_call(dtype):
     """Neither's kernels write what the others do: chunks of weak gates, of stronger ones, and of blocks of two kinds."""
@@ -121,6 +124,7 @@ def test_chunks_of_every_kind_in_one_call(dtype):
     check(chunk_kda, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', [FP32, BF16])
 def test_short_chunks_of_the_strongest_bounded_gates(dtype):
     """What is left of a sequence ends before or behind the middle of a block, or a boundary."""
@@ -130,6 +134,7 @@ def test_short_chunks_of_the_strongest_bounded_gates(dtype):
     check(chunk_kda, given.with_tensors(g=torch.full_like(given.tensors['g'], 30.0)))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('dtype', [FP32, BF16])
 @pytest.mark.parametrize('gates', [-1.8, -5.0, -7.4, 'one of -59', 'one of -79'])
 def test_the_size_of_numbers_does_not_matter(dtype, gates):

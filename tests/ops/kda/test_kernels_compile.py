@@ -16,6 +16,7 @@ OLD_TRITON = triton_version() < (3, 9)
 pytestmark = [pytest.mark.triton, pytest.mark.slow]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ('capability', 'dtype', 'dim'),
     [

@@ -165,6 +165,7 @@ def test_options_reach_the_kernel(monkeypatch):
     assert orders[:2] == orders[2:]
 
 
+@pytest.mark.pairwise
 @pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize(('dim', 'lens'), [(128, None), (128, [5, 3]), (64, None)])
