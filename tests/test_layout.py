@@ -27,6 +27,8 @@ ROOMS = (
     'fla.backends.lint',
     'fla.backends.cli',
     'fla.backends',  # the door
+    'fla.ops.checks',
+    'fla.ops.autocast',
     'fla.ops.launch',
     'fla.ops.recurrence',
     'fla.ops',
@@ -95,7 +97,7 @@ def circle(graph: dict[str, set[str]]) -> str | None:
 def operation(module: str) -> str | None:
     parts = module.split('.')
     own = '.'.join(parts[:3])
-    in_one = module.startswith(f'{OPERATIONS}.') and own not in ('fla.ops.launch', 'fla.ops.recurrence', 'fla.ops.utils')
+    in_one = module.startswith(f'{OPERATIONS}.') and own not in (*ROOMS, 'fla.ops.utils')
     return own if in_one and MODULES[own].name == '__init__.py' else None
 
 

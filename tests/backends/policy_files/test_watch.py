@@ -6,13 +6,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fla.backends.core.errors import FrozenError
 from fla.backends.policy.policy import Policy
+from fla.backends.policy.version import PolicyVersion
 from fla.backends.policy_files import file_changes, watch
-from fla.backends.policy_files.versions import PolicyVersion
 from fla.backends.policy_files.watch import PolicyWatcher, WatchError
 from tests import process
 
@@ -28,7 +29,7 @@ class Layer:
 
     def __init__(self):
         self.frozen = None
-        self.now = None
+        self.made = None
         self.count = self.changes = 0
         self.tried = []
 
@@ -36,7 +37,7 @@ class Layer:
         if self.frozen is not None:
             raise FrozenError(f'cannot {what} while dispatch is frozen; call thaw_dispatch() first')
 
-    def read_policy_version(self, path):
+    def read(self, path):
         data = Path(path).read_bytes()
         if not data or data.startswith(b'bad'):
             raise ValueError(f'{path}:1: no policy')
@@ -45,22 +46,30 @@ class Layer:
     def try_policy(self, policy, path):
         self.tried.append(policy)
 
-    def set_file_policy(self, made):
-        return self.swap_file_policy(made)[0]
+    def set_file(self, made):
+        return self.swap_file(made)[0]
 
     def policy_changed(self):
         self.changes += 1
 
-    def swap_file_policy(self, made):
+    def swap_file(self, made):
         self.refuse_if_frozen('change the policy')
         if made.version == 0:
             self.count += 1
             made = PolicyVersion(self.count, made.sha256, made.source, made.time, made.policy)
-        before, self.now = self.now, made
+        before, self.made = self.made, made
         return made, before is None or before.policy != made.policy
 
-    def policy_version(self):
-        return self.now
+    @property
+    def policies(self):
+        return self
+
+    @property
+    def now(self):
+        return SimpleNamespace(file=self.made)
+
+    def state_with_file(self, policy, path):
+        return policy
 
 
 class Events:
@@ -82,7 +91,9 @@ class Events:
 
 
 @pytest.fixture
-def layer():
+def layer(monkeypatch):
+    monkeypatch.setattr(watch, 'read_version', lambda path, layer: layer.read(path))
+    monkeypatch.setattr(watch, 'require_backends', lambda layer, policy, path: layer.try_policy(policy, path))
     return Layer()
 
 
@@ -127,14 +138,14 @@ def replace(path, text):
 
 
 def in_force(layer):
-    return layer.now.policy.prefer[0]
+    return layer.made.policy.prefer[0]
 
 
 def test_the_file_is_in_force_when_watching_begins(layer, start):
     watcher = start()
     assert in_force(layer) == 'one'
     assert watcher.running
-    assert watcher.current_version() == layer.now
+    assert watcher.current_version() == layer.made
     assert [v.version for v in watcher.history()] == [1]
     assert layer.tried == [Policy(prefer='one')]
 
@@ -245,7 +256,7 @@ def test_circular_links_are_an_error(layer, file, start, around):
     assert isinstance(bad.wait(1).error, OSError)
     replace(file, 'two')
     good.wait(1)
-    assert layer.now.policy.prefer == ('two',)
+    assert layer.made.policy.prefer == ('two',)
     watcher.stop(WAIT)
 
 
@@ -257,12 +268,12 @@ def test_a_bad_file_changes_nothing_until_it_is_good(layer, file, start, spoil):
     event = errors.wait(1)
     assert event.kind == 'error'
     assert event.error is not None
-    assert event.version == event.previous == layer.now
+    assert event.version == event.previous == layer.made
     assert in_force(layer) == 'one'
     file.write_text('one')  # as it was
     event = reloads.wait(1)
-    assert event.version == event.previous == layer.now
-    assert layer.now.version == 1
+    assert event.version == event.previous == layer.made
+    assert layer.made.version == 1
     file.write_text('two')
     reloads.wait(2)
     assert in_force(layer) == 'two'
@@ -461,7 +472,7 @@ def test_sys_exit_in_callbacks_does_not_stop_watching(layer, file, start, caplog
 
 def test_rollback_takes_back_a_later_load_policy(layer, file, start):
     watcher = start()
-    layer.set_file_policy(PolicyVersion(0, 'x', 'other.yaml', 0.0, Policy(prefer='foreign')))
+    layer.set_file(PolicyVersion(0, 'x', 'other.yaml', 0.0, Policy(prefer='foreign')))
     watcher.rollback()
     assert in_force(layer) == 'one'
 
@@ -514,7 +525,7 @@ def test_stop(layer, file, start):
         with pytest.raises(WatchError, match='stopped'):
             act()
     assert in_force(layer) == 'one'
-    assert watcher.current_version() == layer.now
+    assert watcher.current_version() == layer.made
 
 
 def test_a_callback_may_stop_it(layer, file, start):
@@ -606,10 +617,11 @@ def test_without_inotify_the_file_is_polled(layer, file, start, monkeypatch, cap
 
 def test_the_process_exits_cleanly_while_watching(tmp_path):
     """The thread inside watchfiles must end before the interpreter does."""
-    (tmp_path / 'p').write_text('one')
+    (tmp_path / 'p').write_text('prefer: default')
     script = f"""
-        from tests.backends.policy_files.test_watch import Layer, PolicyWatcher
-        watcher = PolicyWatcher({str(tmp_path / 'p')!r}, 0.05, False, (), (), (), 4, Layer())
+        from fla.backends import default_dispatcher
+        from fla.backends.policy_files.watch import PolicyWatcher
+        watcher = PolicyWatcher({str(tmp_path / 'p')!r}, 0.05, False, (), (), (), 4, default_dispatcher())
         import time; time.sleep(0.1)
     """
     done = process.run(script, timeout=60)
