@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import fla
 from fla.backends import describe
 from fla.backends.policy.environment import VARIABLES
 from tests import markdown
@@ -275,6 +276,11 @@ def test_names_in_contributing_are_in_their_files():
     assert len(found) >= 3
     for name, path in found:
         assert re.search(rf'\b{name}\b', (markdown.ROOT / path).read_text(encoding='utf-8')), f'{path} has no {name}'
+
+
+def test_changelog_begins_with_this_version():
+    text = (markdown.ROOT / 'CHANGELOG.md').read_text(encoding='utf-8')
+    assert re.search(r'^## \[(.+?)\]', text, re.MULTILINE)[1] == fla.__version__
 
 
 def test_readme_links_to_every_page():
