@@ -64,7 +64,7 @@ def functional_gradients(run, tensors, gradients):
 @pytest.mark.parametrize('derive', [compiled_gradients, functional_gradients])
 @pytest.mark.parametrize('options', [{'T': 70}, {'T': 1, 'B': 2}, {'lens': [3, 0, 30]}], ids=str)
 @pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
-def test_whoever_derives_the_backward(function, options, derive):
+def test_no_autocast_in_a_backward_by_any_derivation(function, options, derive):
     """It is float32's, though nothing of this package runs in it."""
     torch._dynamo.reset()
     given = case(function, HV=2, **options)
@@ -88,7 +88,7 @@ def test_whoever_derives_the_backward(function, options, derive):
 
 @pytest.mark.parametrize('derive', [compiled_gradients, functional_gradients])
 @pytest.mark.parametrize('backend', ['reference', 'sdpa'])
-def test_whoever_derives_the_backward_of_attention(backend, derive):
+def test_no_autocast_in_a_backward_of_attention(backend, derive):
     torch._dynamo.reset()
     tensors = tuple(torch.randn(1, 9, heads, dim) for heads, dim in ((4, 16), (2, 16), (2, 8)))
     found = []

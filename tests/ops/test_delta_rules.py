@@ -161,7 +161,7 @@ def test_gates_of_values_where_lengths_cannot_be_read(how):
     torch.testing.assert_close(*gradients)
 
 
-def test_narrow_gates_are_added_wide():
+def test_gates_in_half_precision_are_added_in_float32():
     """A small gate of a channel beside a larger one of its head: their sum in bfloat16 would be the latter."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 64, 2, 8).bfloat16() for _ in range(3))

@@ -27,7 +27,7 @@ GATES = {
         ('kda', (torch.zeros(4), torch.zeros(4)), ValueError, r'g must be \[\.\.\., HV, K\]'),
     ],
 )
-def test_gates_that_do_not_fit(name, arguments, kind, message):
+def test_wrong_gate_arguments(name, arguments, kind, message):
     for gate in GATES[name]:
         with pytest.raises(kind, match=message):
             gate(*arguments)

@@ -1,5 +1,5 @@
-"""What Triton makes for a Hopper of other sizes and calls than most tests compile: `compile_only` looks for memory that is
-refilled while asynchronous products (wgmma) read it."""
+"""Kernels compiled for a Hopper in further sizes: `compile_only` looks for memory that is refilled while asynchronous
+products (wgmma) read it."""
 
 import pytest
 import torch

@@ -112,7 +112,7 @@ def test_refused(function, name):
 
 
 @BOTH
-def test_refuses_what_was_not_tried(function):
+def test_refuses_untested_sizes(function):
     def wide(T):
         shapes = {'q': (128,), 'k': (128,), 'v': (128,), 'g': (128,) if function is chunk_kda else (), 'beta': ()}
         return fakes({n: torch.empty(1, dtype=BF16).expand(1, T, 2, *s) for n, s in shapes.items()})
@@ -127,7 +127,7 @@ def test_kda_refuses_intermediate_states():
         assert reason(chunk_kda, case(chunk_kda, return_intermediate_states=True)) == why
 
 
-def test_kda_stands_back_without_gradients():
+def test_kda_prefers_not_to_serve_without_gradients():
     arguments = case(chunk_kda)
     with torch.no_grad():
         assert explain(chunk_kda, **arguments).winner == 'default'
@@ -137,7 +137,7 @@ def test_kda_stands_back_without_gradients():
 
 
 @BOTH
-def test_off_until_somebody_switches_it_on(function, monkeypatch):
+def test_off_by_default(function, monkeypatch):
     monkeypatch.delenv('FLA_TILELANG')
     decision = explain(function, **case(function))
     assert (decision.winner, decision['tilelang'].verdict) == ('default', 'disabled')

@@ -1,4 +1,4 @@
-"""The delta rules' Triton defaults as Dynamo sees them: one graph, with a step's kernel in it."""
+"""The delta rules' Triton defaults as Dynamo traces them: one graph, which holds the kernel of a step."""
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ class Traced(Exception):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Of what is compiled; nothing runs."""
+    """The compiled graphs; nothing runs."""
     monkeypatch.setattr(triton_call, 'DEVICES', ('cuda', 'cpu'))
-    # by which Dynamo asks for a GPU, without which it does not know a kernel when it sees one
+    # Dynamo asks this for a GPU, and without one does not recognise kernels
     monkeypatch.setattr(_triton, 'has_triton', lambda: True)
     torch._dynamo.reset()
     found = []

@@ -1,5 +1,5 @@
-"""What the Triton defaults of both delta rules do beside their numbers: gradients of `fused_recurrent_*`, which calls they
-leave to others, NaN, and which GPUs their decoding is compiled for."""
+"""The Triton defaults of both delta rules apart from their numbers: gradients of `fused_recurrent_*`, refused calls, NaN,
+and the GPUs for which decoding compiles."""
 
 import pytest
 import torch
@@ -62,8 +62,8 @@ def test_explain_says_that_the_reference_computes_steps_in_chunks(function):
     ('device', 'version', 'usable'), [(B200, '3.6.0', False), (B200, '3.9.0', True), (H100, '3.6.0', True)]
 )
 @pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
-def test_what_needs_the_kernels_of_chunks(monkeypatch, function, device, version, usable):
-    """Where Triton cannot compile those, steps without a gradient are served all the same."""
+def test_gradients_need_the_chunked_kernels(monkeypatch, function, device, version, usable):
+    """Where Triton cannot compile those, steps without a gradient are still served."""
     triton = pytest.importorskip('triton')
     monkeypatch.setattr(triton, '__version__', version)
     monkeypatch.setattr('fla.ops.recurrence.on_triton.capability_of', lambda _: device.capability)
@@ -83,7 +83,7 @@ def test_what_needs_the_kernels_of_chunks(monkeypatch, function, device, version
 @pytest.mark.parametrize('transform', ['grad', 'vmap', 'jvp'])
 @every_recurrent
 def test_steps_under_torch_func(function, transform):
-    """A Triton kernel has no rules for them; the reference is made of functions that have."""
+    """A Triton kernel has no rules for them; the reference consists of functions that have."""
     given = case(function, K=16, V=16, T=3)
     v = given.tensors['v']
 
@@ -134,7 +134,7 @@ def test_other_sizes_of_chunks(function):
 
 @pytest.mark.parametrize('options', [{'B': 3, 'T': 1}, {'B': 1, 'T': 1, **EVERYTHING}], ids=['one step', 'everything'])
 @pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
-def test_a_step_on_a_cpu_is_no_chunk(monkeypatch, function, options):
+def test_a_step_on_a_cpu_is_not_chunked(monkeypatch, function, options):
     def chunked(*args, **more):
         raise AssertionError('a chunk of one step')
 

@@ -1,4 +1,4 @@
-"""What TileLang backends share: requirements, and compiling each kernel once."""
+"""Requirements of TileLang backends, and the compilation of each of their kernels, once."""
 
 from __future__ import annotations
 

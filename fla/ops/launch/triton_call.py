@@ -1,4 +1,4 @@
-"""What the Triton defaults do before they launch a kernel."""
+"""Steps of the Triton defaults before a launch: the device, and tensors as kernels read them."""
 
 from __future__ import annotations
 

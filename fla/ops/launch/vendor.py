@@ -1,4 +1,4 @@
-"""What backends of vendors' packages share: layouts that their kernels need, and the probe by their smallest call."""
+"""Tensors as the kernels of vendors' packages read them, and the probe of a package by its smallest call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the linear recurrences share. Both delta rules are one recurrence, with a gate per head or per channel.
+"""Code that the linear recurrences share. Both delta rules are one recurrence, with a gate per head or per channel.
 
 - On the host: `arguments.py` (a call's `Inputs`, `Options` and `Gradients`), `checks.py`, `on_triton.py` (requirements of
   the Triton defaults), `operator.py` (the opaque operator).

@@ -1,4 +1,4 @@
-"""Requirements of the Triton defaults of both delta rules, and what `explain` says beside them."""
+"""Requirements of the Triton defaults of both delta rules, and their notes in `explain`."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def delta_rule(
 
 
 def notes_of(function: str, arguments: Mapping[str, Any]) -> Sequence[str]:
-    """What `explain` says of a reference: which `fused_recurrent_*` calls it computes in chunks."""
+    """The notes of `explain` beside a reference: `fused_recurrent_*` calls that it computes in chunks."""
     q, one_by_one = arguments['q'], arguments.get('gv') is not None
     if function.startswith('chunk') or one_by_one or (q.shape[1] == 1 and arguments.get('cu_seqlens') is None):
         return ()

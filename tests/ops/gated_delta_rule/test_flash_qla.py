@@ -292,7 +292,7 @@ def test_the_verifier_is_traceable():
 # -- whether it can be used -------------------------------------------------------------------------------------------------
 
 
-def test_off_until_somebody_switches_it_on(package, monkeypatch):
+def test_off_by_default(package, monkeypatch):
     monkeypatch.delenv('FLA_FLASH_QLA')
     decision = explain(chunk_gated_delta_rule, **fakes(case()))
     assert decision.winner == 'default'

@@ -39,7 +39,7 @@ def test_turns_fit_and_save_time():
     ],
 )
 def test_who_takes_turns(monkeypatch, capability, dtype, K, V, turns):
-    """With and without outputs; sequences of many lengths never do."""
+    """With and without outputs; packed sequences never do."""
     monkeypatch.setattr(tuning, 'capability_of', lambda device: capability)
     monkeypatch.setattr(tuning, 'multiprocessors_of', lambda device: 132)
     q, v = (torch.empty(1, 8192, 96, dim, dtype=dtype, device='meta') for dim in (K, V))
@@ -84,7 +84,7 @@ def gradients_of(given):
 
 
 def watch(monkeypatch, turns):
-    """In so many turns; the names of the kernels that are launched turned."""
+    """Sets the number of turns; returns the names of kernels that are launched in turns."""
     turned = []
     real = launch.launch
 
@@ -110,7 +110,7 @@ FORMS = [{**RAW, **FLAGS}, {**RAW, **FLAGS, 'state_v_first': True, 'H': 1}, {'in
 @pytest.mark.interpreted
 @pytest.mark.parametrize('form', FORMS, ids=['everything', 'V first, grouped', 'stateless'])
 def test_same_numbers(monkeypatch, form):
-    """Bit by bit: a state goes through memory in float32."""
+    """Bit by bit: states pass between turns in float32."""
     given = case(chunk_gated_delta_rule, B=2, T=64 * 5 - 3, K=20, V=40, **{'H': 2, 'HV': 2, **form})
     for tensor in given.tensors.values():
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
@@ -133,7 +133,7 @@ def test_same_numbers(monkeypatch, form):
 @pytest.mark.triton
 @pytest.mark.slow
 def test_one_of_the_launches_is_compiled(monkeypatch):
-    """All turns of a recurrence are one compiled kernel; that of the states is a forward's or, in a backward, another."""
+    """All turns of a recurrence share a compiled kernel; that of the states differs in forward and backward."""
     turned = watch(monkeypatch, 3)
     given = case(chunk_gated_delta_rule, dtype=torch.bfloat16, K=128, V=128, device='meta', **RAW, **FLAGS)
     inputs, options = Inputs(**given.tensors), Options(128**-0.5, output_final_state=True, **RAW, **FLAGS)
@@ -149,7 +149,7 @@ def test_one_of_the_launches_is_compiled(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize('turns', [3, 8])
 def test_same_numbers_on_a_gpu(monkeypatch, turns):
-    """Where a launch takes turns by itself: within the bounds, and as in one launch bit by bit."""
+    """Where turns are chosen: results are within the bounds, and equal those of one launch bit by bit."""
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip('nowhere else does a program of the recurrences fill a multiprocessor')
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count

@@ -238,7 +238,7 @@ def test_the_verifier_is_traceable():
 # -- whether it can be used -------------------------------------------------------------------------------------------------
 
 
-def test_on_unless_somebody_switches_it_off(package, monkeypatch):
+def test_on_by_default(package, monkeypatch):
     monkeypatch.delenv('FLA_FLASH_KDA')
     decision = explain(chunk_kda, **fakes(case()))
     assert (decision.winner, decision['flash_kda'].notes) == ('flash_kda', ())

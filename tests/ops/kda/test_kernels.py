@@ -1,4 +1,4 @@
-"""What only the kernels of Kimi delta attention have, interpreted. What both delta rules have: tests/ops/test_kernels.py."""
+"""The kernels of Kimi delta attention, interpreted; tests/ops/test_kernels.py tests what both delta rules have."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.ops.kernels import BF16, EVERYTHING, FP32, assert_same, call, check, 
 pytestmark = pytest.mark.interpreted
 
 
-def test_kept_tensors_give_the_same_gradients_and_serve_twice():
+def test_saved_intermediates_give_the_same_gradients_twice():
     given = case(chunk_kda, dtype=BF16, HV=2, **EVERYTHING)
     assert_same(everything(chunk_kda, given), everything(chunk_kda, given, disable_recompute=True))
     leaves = {name: x.requires_grad_() for name, x in given.tensors.items()}
@@ -27,7 +27,7 @@ def test_kept_tensors_give_the_same_gradients_and_serve_twice():
 
 @pytest.mark.parametrize('v_first', [False, True])
 def test_intermediate_states(v_first):
-    """The state before each chunk, of KDA."""
+    """The state before each chunk."""
     given = case(chunk_kda, T=130, B=2, HV=2, state_v_first=v_first)
     with torch.no_grad():
         *_, states = call(chunk_kda, given, return_intermediate_states=True)
@@ -41,16 +41,15 @@ def test_intermediate_states(v_first):
 @pytest.mark.parametrize('lens', [None, [64, 33, 0, 1, 40]], ids=['equal', 'packed'])
 @pytest.mark.parametrize('dtype', [FP32, BF16, torch.float16])
 @pytest.mark.parametrize(('strength', 'kind'), [(-1.0, WHOLE), (-3.0, NEAR), (-7.4, NEAR), (-20.0, FAR)])
-def test_how_a_block_goes_depends_on_its_decays(strength, kind, dtype, lens):
-    """By which kernels the cases of the grid are computed. What is left of a sequence, or of a block, may be short enough
-    for its middle."""
+def test_decays_decide_the_kind_of_a_block(strength, kind, dtype, lens):
+    """The kinds of blocks decide which kernels compute them. The end of a sequence may be short enough for its middle."""
     given = case(chunk_kda, dtype=dtype, T=138, lens=lens, strength=strength)
     q, k, v, g, beta = (given.tensors[name] for name in ('q', 'k', 'v', 'g', 'beta'))
     inputs = Inputs(q, k, v, g, beta, cu_seqlens=given.cu_seqlens)
     *_, saved, _ = chunk_forward(inputs, Options(1.0, disable_recompute=True))
 
     def right(count):
-        """Of the blocks of a chunk of so many steps."""
+        """The kinds of blocks of a chunk with so many steps."""
         if dtype == torch.float16:
             return [FAR.value] * 4
         if abs(strength) * (count // 2) <= 60.0:
@@ -73,8 +72,8 @@ def test_how_a_block_goes_depends_on_its_decays(strength, kind, dtype, lens):
 @pytest.mark.pairwise
 @pytest.mark.parametrize('dtype', [FP32, BF16])
 @pytest.mark.parametrize(('lower_bound', 'kinds'), [(-1.5, 1), (-1.875, 1), (-5.0, 2), (-7.5, 2), (-7.6, 3)])
-def test_a_bound_of_the_gates_leaves_out_kernels_that_would_find_no_chunk(monkeypatch, lower_bound, kinds, dtype):
-    """And what is left serves gates at the bound itself, where sums in float32 may be beyond it."""
+def test_a_bound_skips_kernels_without_chunks(monkeypatch, lower_bound, kinds, dtype):
+    """The other kernels serve gates at the bound itself, where sums in float32 may exceed it."""
     launched = []
     stock = launch.launch
 
@@ -111,7 +110,7 @@ def test_gates_without_a_bound_may_need_every_kernel():
 @pytest.mark.slow
 @pytest.mark.parametrize('dtype', [FP32, BF16])
 def test_chunks_of_every_kind_in_one_call(dtype):
-    """Neither's kernels write what the others do: chunks of weak gates, of stronger ones, and of blocks of two kinds."""
+    """Kernels of one kind do not write chunks of another: weak gates, stronger ones, and blocks of two kinds."""
     given = case(chunk_kda, dtype=dtype, T=64 * 4 + 20, HV=2, strength=-0.1, dt_bias=False)
     g = given.tensors['g']
     g[:, 64:128] = -3.0
@@ -127,7 +126,7 @@ def test_chunks_of_every_kind_in_one_call(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize('dtype', [FP32, BF16])
 def test_short_chunks_of_the_strongest_bounded_gates(dtype):
-    """What is left of a sequence ends before or behind the middle of a block, or a boundary."""
+    """The sequences end before or after the middle of a block, or at a boundary."""
     lens = [8, 9, 16, 17, 33, 34, 48, 49, 50, 63, 64, 127]
     check(chunk_kda, case(chunk_kda, dtype=dtype, lens=lens, HV=2, strength=-4.99))
     given = case(chunk_kda, dtype=dtype, lens=lens, use_gate_in_kernel=True, lower_bound=-5.0, A_log=False, dt_bias=False)
@@ -138,8 +137,8 @@ def test_short_chunks_of_the_strongest_bounded_gates(dtype):
 @pytest.mark.parametrize('dtype', [FP32, BF16])
 @pytest.mark.parametrize('gates', [-1.8, -5.0, -7.4, 'one of -59', 'one of -79'])
 def test_the_size_of_numbers_does_not_matter(dtype, gates):
-    """Neither that of a gradient, which a mean makes small, nor of q and k: what goes through a middle is multiplied by up
-    to e^60. All that is computed is linear in do, and o in q."""
+    """Neither that of a gradient, which a mean makes small, nor that of q and k: products relative to a middle have factors
+    up to e^60. All results are linear in do, and o in q."""
     strength = gates if isinstance(gates, float) else -1e-3
     given = case(chunk_kda, dtype=dtype, T=64, K=16, V=16, strength=strength, initial=False)
     if isinstance(gates, str):

@@ -61,7 +61,7 @@ def test_same_bits_on_a_full_gpu():
     gpu.same_bits_on_a_full_gpu(CHUNK)
 
 
-def test_kept_tensors_give_the_same_gradients():
+def test_saved_intermediates_give_the_same_gradients():
     """Another kernel writes o, which adds in another order."""
     gpu.same_bits_twice(CHUNK, but=('o',), disable_recompute=True)
     gpu.check(CHUNK, gpu.case(CHUNK, dtype=gpu.BF16, **gpu.LARGE, T=333, B=2, disable_recompute=True))

@@ -1,5 +1,4 @@
-"""Launches of kernels that were launched alike before: the key says as much as Triton looks at, and the same comes to the
-launcher."""
+"""Launches by the cache: its key has every fact that Triton looks at, and the launcher gets the same arguments."""
 
 import itertools
 
@@ -33,7 +32,7 @@ def _scale(x, y, bias, n, stride, factor, exact, FLAG: tl.constexpr, BLOCK: tl.c
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(kernel, grid, stream, arguments, hook) of everything that would be launched on a Hopper. Tensors are of the CPU."""
+    """(kernel, grid, stream, arguments, hook) of every launch on a pretended Hopper; tensors are on the CPU."""
     found = []
 
     def run(self):
@@ -54,14 +53,14 @@ def launched(monkeypatch):
 
 
 def tensor(offset=0, dtype=torch.float32):
-    """Aligned to 16 bytes, and then so many numbers further."""
+    """Memory aligned to 16 bytes, shifted by so many numbers."""
     room = torch.zeros(64, dtype=dtype)
     assert room.data_ptr() % 16 == 0
     return room[offset : offset + 32]
 
 
 def bypassed(monkeypatch):
-    """From now on nothing but what is kept can be launched."""
+    """From now on only cached kernels can be launched."""
 
     def refuse(*args, **options):
         raise AssertionError('looked for by Triton')
@@ -69,7 +68,7 @@ def bypassed(monkeypatch):
     monkeypatch.setattr(type(_scale), 'run', refuse)
 
 
-def test_the_second_launch_is_as_the_first(monkeypatch, launched):
+def test_a_cached_launch_equals_the_first(monkeypatch, launched):
     x, y = torch.nn.Parameter(tensor()), tensor()
     arguments, options = (x, y, None, 20, 1, 0.5, True), {'FLAG': True, 'BLOCK': 16, 'num_warps': 1}
     launch_kernel(_scale, (2,), *arguments, **options)
@@ -102,9 +101,8 @@ OPTIONS = [
 ]
 
 
-def test_equal_keys_are_of_equal_kernels(launched):
-    """Whatever differs for Triton differs here: of all pairs of values of each argument, with those of others fixed and
-    drawn."""
+def test_equal_keys_mean_equal_kernels(launched):
+    """What differs for Triton differs in the key: for all pairs of values of one argument, the others fixed or drawn."""
     *_, binder = _scale.device_caches[driver.active.get_current_device()]
     tensors = [
         tensor(),
@@ -133,7 +131,7 @@ def test_equal_keys_are_of_equal_kernels(launched):
     assert [found for found in by_key.values() if len(found) > 1] == []
 
 
-def test_what_is_left_to_triton(monkeypatch, launched):
+def test_triton_launches_the_rest(monkeypatch, launched):
     class Other(torch.Tensor):
         pass
 
@@ -158,8 +156,8 @@ def test_what_is_left_to_triton(monkeypatch, launched):
     assert all(torch.is_tensor(one[3][0]) for one in launched)
 
 
-def test_nothing_is_kept_that_holds_a_tensor(launched):
-    """By name a tensor would be a part of the key."""
+def test_no_tensor_is_cached(launched):
+    """A tensor given by name would be part of the key."""
     for _ in range(2):
         launch_kernel(
             _scale, (2,), x=tensor(), y=tensor(), bias=None, n=3, stride=1, factor=0.5, exact=True, FLAG=True, BLOCK=16

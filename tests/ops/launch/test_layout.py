@@ -16,7 +16,7 @@ pytestmark = pytest.mark.interpreted
 
 
 def test_lengths_that_overlap_more_than_int32_can_count():
-    """The interpreter raises for what would be written outside of the table."""
+    """The interpreter raises for writes outside the table."""
     longest, count, rows = 2**31 - 64, 300, 8
     lens = torch.tensor([0, longest]).repeat(count // 2 + 1)[: count + 1]
     table, offsets = torch.empty(rows, 2, dtype=torch.int32), torch.empty(count + 1, dtype=torch.int32)
@@ -30,7 +30,7 @@ def test_lengths_that_overlap_more_than_int32_can_count():
     'ends', [[0, 640, 0, 640, 0, 640], [0, 100, 640, 700], [-5, 70, 30, 640], [0, 1000000, -4, 64]], ids=str
 )
 def test_bad_lengths_touch_nothing_else(function, ends):
-    """On a GPU they are not read. The interpreter raises for what would lie outside of a tensor."""
+    """On a GPU lengths are not checked. The interpreter raises for accesses outside a tensor."""
     given = case(function, T=640, H=1, HV=1, K=16, V=16, initial=False)
     inputs = Inputs(**given.tensors, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
     for states in (False, True):
@@ -55,7 +55,7 @@ def unwritten_memory_is_nan():
 
 @pytest.mark.parametrize('function', [chunk_gated_delta_rule, chunk_kda], ids=name_of)
 def test_steps_of_no_sequence_add_nothing(unwritten_memory_is_nan, function):
-    """To gradients that are sums over all steps, if the last sequence ends before the last step."""
+    """Gradients that sum over all steps ignore steps after the last sequence."""
     given = case(function, T=130, H=1, HV=2, K=16, V=16, initial=False, **RAW)
     tensors = [given.tensors[name] for name in ('q', 'k', 'v', 'g', 'beta')]
     parameters = given.tensors['A_log'], given.tensors['dt_bias'].reshape(-1)

@@ -11,7 +11,7 @@ from fla.ops.recurrence.arguments import Inputs, Options, compile_key
 
 
 class Kernel:
-    """As much of a Triton kernel as is launched, which writes down what happens to it."""
+    """The part of a Triton kernel that launches use; records what happens to it."""
 
     def __init__(self, name, events, barrier=None, fails=False):
         self.name, self.events, self.barrier, self.fails = name, events, barrier, fails
@@ -37,7 +37,7 @@ def compiles(monkeypatch):
     monkeypatch.setattr(compile_ahead, '_INTERPRETED', False)
 
 
-def test_a_first_call_compiles_side_by_side_and_then_launches_in_order(monkeypatch):
+def test_a_first_call_compiles_in_parallel_then_launches(monkeypatch):
     monkeypatch.setattr(compile_ahead.os, 'cpu_count', lambda: 2)
     events: list = []
     # neither goes on before the other has come
@@ -56,7 +56,7 @@ def test_a_first_call_compiles_side_by_side_and_then_launches_in_order(monkeypat
 
 
 def calls(given) -> list[int]:
-    """How many compilations each of some calls, one after the other, begins with."""
+    """How many kernels each of several calls compiles."""
     events: list = []
     kernels = [Kernel('one', events), Kernel('two', events)]
 
@@ -74,7 +74,7 @@ def calls(given) -> list[int]:
     return counts
 
 
-def test_each_kind_of_call_is_compiled_once():
+def test_each_key_is_compiled_once():
     assert calls([('a',), ('a',), ('b', 1), ('a',), ('b', 1)]) == [2, 0, 2, 0, 0]
 
 
@@ -114,7 +114,7 @@ def test_what_does_not_compile_raises_where_it_is_launched():
     assert ('launched', 'good', (1,), {}) in events
 
 
-def test_an_error_of_the_function_leaves_launching_as_it_was():
+def test_an_error_ends_the_dry_run():
     events: list = []
     kernel = Kernel('kernel', events)
 
@@ -128,7 +128,7 @@ def test_an_error_of_the_function_leaves_launching_as_it_was():
     assert events == [('launched', 'kernel', (1,), {})]
 
 
-def test_threads_collect_for_themselves():
+def test_a_dry_run_belongs_to_one_thread():
     events: list = []
     kernels = [Kernel('one', events), Kernel('two', events)]
     inside, go_on = threading.Event(), threading.Event()
@@ -154,7 +154,7 @@ def test_interpreted_kernels_are_only_launched(monkeypatch):
     assert calls([()]) == [0]
 
 
-def test_nothing_is_compiled_within_a_capture(monkeypatch):
+def test_a_capture_refuses_new_kernels(monkeypatch):
     events: list = []
     kernels = [Kernel('one', events), Kernel('two', events)]
 
@@ -177,7 +177,7 @@ def test_nothing_is_compiled_within_a_capture(monkeypatch):
     assert [event[0] for event in events] == ['compiled', 'compiled', 'launched', 'launched']
 
 
-def test_nothing_is_decoded_within_a_capture_for_the_first_time(monkeypatch):
+def test_a_capture_refuses_a_first_decode(monkeypatch):
     decode = pytest.importorskip('fla.ops.recurrence.kernels.decode', exc_type=ImportError)
     monkeypatch.setattr(compile_ahead, '_is_capturing', lambda: True)
     with pytest.raises(RuntimeError, match='inside a CUDA graph capture: make the same call once before'):

@@ -1,4 +1,4 @@
-"""Where Hopper's assembler miscompiles, kernels that no card has verified are compiled without wgmma."""
+"""Where Hopper's assembler may miscompile, unverified kernels are compiled without wgmma."""
 
 import threading
 
@@ -41,7 +41,7 @@ def test_the_assembler_of_a_triton(monkeypatch, version, sound):
         ('no such words', False),
     ],
 )
-def test_an_assembler_of_the_users_own(monkeypatch, tmp_path, text, sound):
+def test_an_assembler_of_the_user(monkeypatch, tmp_path, text, sound):
     path = tmp_path / 'ptxas'
     path.write_text(f'#!/bin/sh\necho "{text}"\n')
     path.chmod(0o755)
@@ -49,7 +49,7 @@ def test_an_assembler_of_the_users_own(monkeypatch, tmp_path, text, sound):
     assert assembler.is_sound() is sound
 
 
-def test_an_assembler_that_is_not_there(monkeypatch, tmp_path):
+def test_a_missing_assembler(monkeypatch, tmp_path):
     monkeypatch.setenv('TRITON_PTXAS_PATH', str(tmp_path / 'none'))
     assert not assembler.is_sound()
 
@@ -85,7 +85,7 @@ def test_what_keeps_wgmma(monkeypatch, capability, sound, given, kept):
 @pytest.mark.parametrize(
     ('version', 'path', 'kept'), [((3, 6), None, True), ((3, 7), None, False), ((3, 6), 'ptxas', False)]
 )
-def test_what_no_card_has_shown(monkeypatch, version, path, kept):
+def test_wgmma_needs_a_verified_assembler(monkeypatch, version, path, kept):
     monkeypatch.setattr(devices, 'capability_of', lambda device=None: (9, 0))
     monkeypatch.setattr(assembler, 'is_sound', lambda: False)
     monkeypatch.setattr(assembler, 'triton_version', lambda: version)
@@ -102,7 +102,7 @@ def unsound_hopper(monkeypatch):
 
 
 @pytest.mark.usefixtures('unsound_hopper')
-def test_calls_within_calls():
+def test_nested_calls():
     def fails():
         with assembler.avoid_wgmma_if_unsafe(*tensors()):
             assert assembler.launch_options() == {}
@@ -117,7 +117,7 @@ def test_calls_within_calls():
 
 @pytest.mark.usefixtures('unsound_hopper')
 def test_threads():
-    """What one thread may launch is nothing to the others."""
+    """The options of one thread do not affect others."""
     inside, over, seen = threading.Event(), threading.Event(), []
 
     def hold():
@@ -138,7 +138,7 @@ def test_threads():
 
 @pytest.mark.usefixtures('unsound_hopper')
 def test_options_reach_the_kernel(monkeypatch):
-    """Launched, and collected for compilation on other threads."""
+    """For launches, and for compilation on other threads."""
     monkeypatch.setattr(compile_ahead, '_INTERPRETED', False)
     seen = []
 
@@ -185,14 +185,14 @@ def test_what_is_compiled(monkeypatch, function, dim, lens):
     products = {one.name: one.kernel.asm['ttgir'].count('warp_group_dot ') for one in compiled}
     assert (sum(products.values()) > 0) is (dim == 128), products
     assert len({one.kernel.hash for one in compiled}) == len(compiled)
-    # it is for a Hopper all the same
+    # still code for a Hopper
     assert all('.target sm_90a' in one.kernel.asm['ptx'] for one in compiled)
 
 
 @pytest.mark.triton
 @pytest.mark.slow
 def test_which_kernels_of_kda_use_wgmma(monkeypatch):
-    """Products of 64 rows; those of blocks of 16 do not, nor does what two warps compute."""
+    """Kernels with products of 64 rows do; those of blocks of 16, and those of two warps, do not."""
     pytest.importorskip('triton')
     monkeypatch.setattr(assembler, 'is_sound', lambda: False)
     monkeypatch.setattr(assembler, 'triton_version', lambda: (3, 6))

@@ -1,4 +1,4 @@
-"""What all launches of one chunked call share."""
+"""Facts of one chunked call that all its launches share."""
 
 from __future__ import annotations
 
