@@ -3,8 +3,8 @@
 One per (function, backend):
     closed: calls go through, and failures in a row are counted; `threshold` of them open it;
     open: calls skip the backend; after `cooldown` seconds the next call becomes the probe;
-    half_open: the probe is running, and all other calls still skip the backend. If it succeeds the breaker closes, if it fails
-        the cooldown starts again. After `probe_timeout` seconds without a result another call may probe.
+    half_open: the probe is running, and all other calls still skip the backend. If it succeeds the breaker closes, if it
+        fails the cooldown starts again. After `probe_timeout` seconds without a result another call may probe.
 A breaker is not part of a plan: generated code reads `closed` and `failures` of one object that lives as long as the
 dispatcher, in a branch that Dynamo never sees, so that a change of state never recompiles a compiled caller.
 """

@@ -1,7 +1,7 @@
 """Retries after a failed implementation, under `on_error='fallback'`.
 
-By default an exception reaches the caller: generated code has no `try` around an implementation. With 'fallback', an exception
-raised by the forward call itself moves on to the next candidate if all of this holds:
+By default an exception reaches the caller: generated code has no `try` around an implementation. With 'fallback', an
+exception raised by the forward call itself moves on to the next candidate if all of this holds:
     the backend declares its type in `retryable`;
     it is not the caller's fault (TypeError, ValueError, an error of dispatch);
     it is not an error of the device (out of memory, CUDA): those are reported late, blame a later call and leave nothing to

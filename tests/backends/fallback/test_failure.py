@@ -440,7 +440,8 @@ def test_causes_of_each_failure_stay_where_they_are():
         with on_error('fallback'), pytest.raises(Broken, match='b') as caught:
             toy.ran()
     assert listed(caught.value) == (['a', 'b'], ['a: Broken: a'])
-    assert isinstance(caught.value.__cause__, KeyError) and 'b inside' in str(caught.value.__cause__)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert 'b inside' in str(caught.value.__cause__)
     assert was.__context__ is None
 
 
@@ -465,7 +466,8 @@ def test_one_exception_object_raised_by_all_is_no_circle():
     with on_error('fallback'), pytest.raises(Broken) as caught:
         toy.ran()
     assert caught.value is error
-    assert error.__context__ is None and error.__cause__ is None
+    assert error.__context__ is None
+    assert error.__cause__ is None
     assert listed(error)[0] == ['a', 'b', 'c']
 
 
