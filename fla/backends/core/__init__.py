@@ -1,1 +1,1 @@
-"""Words that every other room uses: errors, signatures, questions about tensors, logging, the lock."""
+"""What every other folder uses: errors, signatures, questions about tensors, logging, the lock."""

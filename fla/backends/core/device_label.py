@@ -1,4 +1,4 @@
-"""Which processor this is, and what drives it: what a measurement holds for."""
+"""Names the processor and its driver: a measurement holds for these alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DRIVER_FILES = {'cuda': '/proc/driver/nvidia/version', 'rocm': '/sys/module/amd
 
 
 def device_label(platform: str, index: int | None = None) -> str:
-    """Platform and name: 'cuda: NVIDIA H100 80GB HBM3', 'cpu: AMD EPYC 7B13'.
+    """Returns platform and name: 'cuda: NVIDIA H100 80GB HBM3', 'cpu: AMD EPYC 7B13'.
 
     Args:
         index: which of several devices. Default: the current one.
@@ -25,15 +25,15 @@ def device_label(platform: str, index: int | None = None) -> str:
     if platform == 'cpu':
         return f'cpu: {_processor()}'
     found = devices_of(platform)
-    if index is None and len(found) > 1:
-        index = torch.cuda.current_device()  # only CUDA-like platforms list several
     if not found:
         return f'no {platform} device'
+    if index is None and len(found) > 1:
+        index = torch.cuda.current_device()  # only CUDA-like platforms list several
     return f'{platform}: {found[index if index is not None and index < len(found) else 0].name}'
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of an installed distribution, None where there is none."""
+    """Returns the version of a distribution, None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -41,26 +41,21 @@ def version_of(distribution: str) -> str | None:
 
 
 def drivers(platform: str) -> dict[str, str | None]:
-    """The versions of what runs kernels on a platform, besides packages: the runtime that torch was built with, and the
-    driver. Empty for a CPU, None for what does not say."""
+    """Returns the versions of the runtime that torch was built with and of the driver; empty for a CPU, None if unknown."""
     if platform not in _DRIVER_FILES:
         return {}
-    # lint: allow direct-device-check because this is the version, of which nothing is concluded
+    # lint: allow direct-device-check because this reports the version and decides nothing
     name, version = ('CUDA', torch.version.cuda) if platform == 'cuda' else ('HIP', torch.version.hip)
-    return {name: version, 'driver': _driver(platform)}
-
-
-def _driver(platform: str) -> str | None:
     found = re.search(r'\d+\.\d+(\.\d+)*', _text(_DRIVER_FILES[platform]))
-    return found.group() if found else None
+    return {name: version, 'driver': found.group() if found else None}
 
 
 def _processor() -> str:
-    """The model of the CPU: two of one architecture differ by more than two kernels do."""
+    """Returns the model of the CPU: two models of one architecture differ by more than two kernels do."""
     if sys.platform == 'darwin':
         ask = subprocess.run(['sysctl', '-n', 'machdep.cpu.brand_string'], capture_output=True, text=True, check=False)
         return ask.stdout.strip() or host.machine()
-    # x86 says 'model name'; some of ARM's say nothing but numbers
+    # x86 has 'model name'; some ARM processors have numbers only
     words = dict(re.findall(r'^([\w ]+?)\s*:\s*(.+?)\s*$', _text('/proc/cpuinfo'), re.MULTILINE))
     parts = [words[name] for name in ('CPU implementer', 'CPU part') if name in words]
     return words.get('model name') or ' '.join([host.processor() or host.machine(), *parts])

@@ -1,4 +1,4 @@
-"""Arrangements with Dynamo, without importing it: most processes never compile anything."""
+"""Access to Dynamo's internals without importing Dynamo: most processes never compile."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 
 
 def while_tracing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function around a bound method that Dynamo runs at trace time instead of tracing it. What
-    torch.compiler.assume_constant_result does, without importing all of Dynamo."""
+    """Wraps a bound method in a plain function that Dynamo runs at trace time instead of tracing it.
+
+    Does what torch.compiler.assume_constant_result does, without importing all of Dynamo.
+    """
 
     def run(*args: Any) -> Any:
         return method(*args)
@@ -24,10 +26,10 @@ def while_tracing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trace_anew() -> None:
-    """Have Dynamo begin its trace again, after a function in it got other code. Run while tracing.
+    """Restarts Dynamo's trace, after a function in it got other code. Called while tracing.
 
-    A trace may be attempted a second time anyway (after a graph break), and Dynamo then wants to see what it saw the first
-    time; without this the second attempt dies of a SpeculationLogDivergence.
+    A trace may be attempted a second time anyway (after a graph break), and Dynamo then requires what it saw the first time:
+    without the restart, the second attempt fails with a SpeculationLogDivergence.
     """
     from torch._dynamo import exc
 
@@ -35,18 +37,18 @@ def trace_anew() -> None:
 
 
 class Renewable(Protocol):
-    """Somebody whose code was replaced while another thread compiled."""
+    """Has code that may be replaced while another thread compiles."""
 
     def renew(self) -> None:
-        """Have the same code as another object."""
+        """Runs the same code as another object."""
 
 
 _replaced: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def another_thread_compiles() -> bool:
-    """Whether Dynamo is at work in another thread."""
-    # a module is listed before it is imported to its end: another thread may be at it, and then nothing was compiled yet
+    """Whether Dynamo is compiling in another thread."""
+    # another thread may be importing the module, which is then listed without the lock: nothing was compiled yet
     lock: Any = getattr(sys.modules.get('torch._dynamo.convert_frame'), 'compile_lock', None)
     if lock is None:
         return False
@@ -57,10 +59,10 @@ def another_thread_compiles() -> bool:
 
 
 def renew_after_compiling(owner: Renewable) -> None:
-    """Once the compilation that is going on has ended, have `owner` run its code as another object.
+    """Calls `owner.renew()` once the current compilation has ended.
 
-    Dynamo traces a function's code first and reads its identity for the guard last. What was traced before the code was
-    replaced would be guarded by the code that replaced it, and serve for ever.
+    Dynamo traces a function's code first and reads its identity for the guard last. A trace of the old code would be guarded
+    by the identity of the new code, and serve for ever.
     """
     from torch._dynamo.callback import callback_handler
 
@@ -71,15 +73,20 @@ def renew_after_compiling(owner: Renewable) -> None:
 
 def _renew_all(*_: Any) -> None:
     while _replaced:
-        with contextlib.suppress(KeyError):  # it is gone
+        with contextlib.suppress(KeyError):  # collected meanwhile
             _replaced.pop().renew()
 
 
 def never_a_frame(function: Any, *, callees: bool = False) -> None:
-    """Have Dynamo inline a function where it likes, but never trace it as a frame of its own, which it tries for whatever is
-    called from a frame that it gave up on; with `callees`, nor what the function calls."""
+    """Keeps Dynamo from tracing a function as a frame of its own; it may still inline it.
+
+    Dynamo tries to trace whatever is called from a frame that it gave up on.
+
+    Args:
+        callees: applies to what the function calls, too.
+    """
     frames: Any = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError, TypeError):  # a torch without these names traces it: slower, and still right
+    with contextlib.suppress(AttributeError, TypeError):  # a torch without these names traces the function: slower, correct
         skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
         strategy = frames._FrameExecStrategy(skip, skip if callees else default)
         frames.set_code_exec_strategy(function.__code__, strategy)

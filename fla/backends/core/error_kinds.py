@@ -11,17 +11,17 @@ import torch
 
 from fla.backends.core.errors import DispatchError, plain_text
 
-# Errors of the caller. Subclasses may be declared retryable by name.
+# The caller's fault. A backend may declare subclasses as retryable.
 _ARGUMENTS = (TypeError, ValueError)
 
 _DEVICE_TYPES: tuple[type[BaseException], ...] = (
     MemoryError,
     torch.OutOfMemoryError,
-    *(kind for kind in (getattr(torch, 'AcceleratorError', None),) if kind is not None),
-    *(kind for kind in (getattr(torch._C, '_DistError', None),) if kind is not None),
+    # names that older versions of PyTorch lack
+    *(vars(place)[name] for place, name in ((torch, 'AcceleratorError'), (torch._C, '_DistError')) if hasattr(place, name)),
 )
 
-# PyTorch raises plain RuntimeErrors for most of these, and vendors' packages types of their own.
+# PyTorch raises plain RuntimeErrors for most of these, and vendors' packages raise types of their own.
 _DEVICE_WORDS = re.compile(
     r'out of memory|(can.t|cannot) allocate memory|not enough memory|uncorrectable ECC'
     r'|device-side assert|illegal memory access|illegal instruction|misaligned address|launch failure'
@@ -35,8 +35,7 @@ _DEVICE_WORDS = re.compile(
 
 
 def may_be_declared(kind: Any) -> bool:
-    """Whether `retryable` may name an exception type: errors of the caller, of dispatch and of the device are never retried,
-    so that naming them would promise what is not kept."""
+    """Whether `retryable` may name a type: errors of the caller, of dispatch and of the device are never retried."""
     if not isinstance(kind, type) or not issubclass(kind, Exception) or kind in _ARGUMENTS:
         return False
     return not issubclass(kind, (DispatchError, *_DEVICE_TYPES))
@@ -46,23 +45,24 @@ def is_of_device(error: BaseException, frame: FrameType | None = None) -> bool:
     """Whether an exception, or one that led to it, is an error of the device.
 
     Args:
-        frame: the caller's; what was already being handled when it was called did not lead to `error`.
+        frame: the caller's. Exceptions that were being handled when it was called are ignored: they did not lead to `error`.
     """
-    return any(isinstance(one, _DEVICE_TYPES) or _DEVICE_WORDS.search(plain_text(one)) for one in chain_of(error, frame))
+    return any(isinstance(one, _DEVICE_TYPES) or _DEVICE_WORDS.search(plain_text(one)) for one in _chain(error, frame))
 
 
 def is_of_caller(error: BaseException, retryable: tuple[type[BaseException], ...]) -> bool:
-    """Whether an exception speaks of the arguments, or of dispatch, rather than of the backend. A class that derives from
-    ValueError or TypeError speaks of the backend if the backend declares that very class."""
+    """Whether an exception is about the arguments or about dispatch.
+
+    A subclass of ValueError or TypeError is the backend's if the backend declares that very class.
+    """
     if isinstance(error, DispatchError):
         return True
     declared = tuple(kind for kind in retryable if issubclass(kind, _ARGUMENTS))
     return isinstance(error, _ARGUMENTS) and not isinstance(error, declared)
 
 
-def chain_of(error: BaseException, frame: FrameType | None = None) -> Iterator[BaseException]:
-    """An exception, what led to it and what it is a group of, up to what was already being handled when `frame` was
-    called."""
+def _chain(error: BaseException, frame: FrameType | None) -> Iterator[BaseException]:
+    """An exception, those that led to it and the members of groups, except those handled when `frame` was called."""
     outside = set()
     while frame is not None:
         outside.add(frame)
@@ -79,5 +79,5 @@ def chain_of(error: BaseException, frame: FrameType | None = None) -> Iterator[B
         seen.add(id(one))
         yield one
         pending += [one.__context__, one.__cause__]
-        parts = getattr(one, 'exceptions', None)  # of a group; anybody else's attribute may hold anything
+        parts = getattr(one, 'exceptions', None)  # of a group; another class may hold anything under this name
         pending += [part for part in parts if isinstance(part, BaseException)] if isinstance(parts, (list, tuple)) else []

@@ -1,4 +1,4 @@
-"""What dispatch raises. A kernel's own exception is never wrapped."""
+"""Errors that dispatch raises. It never wraps a kernel's own exception."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class DispatchError(RuntimeError):
 
 
 class BackendBugError(DispatchError):
-    """A backend broke its contract (a verifier raised, or returned something else than `(bool, reason)`)."""
+    """A backend broke its contract: a verifier raised, or returned something other than `(bool, reason)`."""
 
 
 class UnknownNameError(DispatchError, LookupError):
-    """An operation, function, backend or token that nobody knows."""
+    """An unknown operation, function, backend or token."""
 
 
 class RegistrationError(DispatchError, ValueError):
@@ -29,24 +29,24 @@ class FrozenError(DispatchError):
 
 
 class ManifestMismatchError(DispatchError):
-    """This process would not select what the required manifest says."""
+    """This process would select other backends than the required manifest lists."""
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], where: str = '', advice: str = '') -> UnknownNameError:
-    """The error for a name nobody knows: what it was meant to be, what there is, the nearest match, and what to do."""
+    """Returns the error for an unknown name: what it names, the nearest match, the known names, and what to do."""
     names = sorted(set(known))
     text = f'unknown {what} {name!r}{where}.{nearest(name, names)} Known: {", ".join(names) or "none"}'
     return UnknownNameError(f'{text}.{advice}' if advice else text)
 
 
 def plain_text(error: BaseException) -> str:
-    """An exception in one line."""
+    """Returns an exception in one line."""
     try:
         return f'{type(error).__name__}: {error}'
-    except Exception:  # one that cannot say what it is
+    except Exception:  # its __str__ raises
         return type(error).__name__
 
 
 def error_text(error: BaseException) -> str:
-    """An exception in one line; one of an import also names the other distribution that may be the cause."""
+    """Returns an exception in one line; for an ImportError, also the other distribution that may be the cause."""
     return with_conflict(plain_text(error)) if isinstance(error, ImportError) else plain_text(error)

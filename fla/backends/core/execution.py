@@ -1,4 +1,4 @@
-"""Where the current call runs: in a captured graph, in a backward pass, in a trace."""
+"""Where the current call runs: in a graph capture, in a backward pass, in a trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def in_backward() -> bool:
 
 
 def is_traced(first: Any) -> bool:
-    """Whether a call is only being traced: its failure says nothing of the backend, and its choice would be kept."""
+    """Whether a call is only traced: a failure says nothing about the backend, and the trace would keep the choice."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return True
     fake = sys.modules.get('torch._subclasses.fake_tensor')

@@ -1,8 +1,7 @@
-"""The one lock. It guards short swaps of immutable objects and never foreign code, so that holding it cannot deadlock
-with the import system; reads take no lock.
+"""The one lock. It guards short swaps of immutable objects and is never held while foreign code runs, so that it cannot
+deadlock with the import system. Reads take no lock.
 
-Before a fork it is taken and after it released on both sides: the child gets a registry that no other thread was half way
-through changing.
+A fork takes it before and releases it after on both sides: the child never sees a half-finished change of another thread.
 """
 
 from __future__ import annotations

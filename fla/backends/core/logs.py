@@ -1,7 +1,7 @@
-"""The library's logger, and messages that are said once.
+"""The library's logger, and messages that are logged once.
 
-Handlers belong to the application. Until it configures any, warnings still reach stderr (a silent wrong choice is what
-this package exists to prevent), and so does what `FLA_LOG_LEVEL` or `set_log_level` asks for.
+Handlers belong to the application. Until it configures one, warnings still reach stderr (this package must not make a wrong
+choice silently), and so do the levels that `FLA_LOG_LEVEL` or `set_log_level` enable.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import logging
 
 logger = logging.getLogger('fla')
 
-_said: set[tuple[object, ...]] = set()
-# Reasons may hold sizes, of which there is no end: beyond this many messages, some are given again.
-_MOST_SAID = 4096
+_logged: set[tuple[object, ...]] = set()
+# Keys may contain sizes, which are unbounded: beyond this many, messages may repeat.
+_MOST_LOGGED = 4096
 
 
 class _UnlessConfigured(logging.NullHandler):
-    """Like logging.lastResort: speaks on stderr only while the application has configured no handler of its own."""
+    """Like logging.lastResort: writes to stderr only while the application has no handler."""
 
     threshold = logging.WARNING
 
@@ -35,10 +35,10 @@ if not any(isinstance(handler, _UnlessConfigured) for handler in logger.handlers
 
 
 def set_threshold(level: int | str) -> None:
-    """Set the level of the logger `fla`, and of what it prints while the application has no handlers.
+    """Sets the level of the logger `fla`, and of what it prints while the application has no handlers.
 
     Args:
-        level: a name such as 'DEBUG' or 'info', or one of logging's numbers.
+        level: a name such as 'DEBUG' or 'info', or a number of the logging module.
     """
     if isinstance(level, str):
         number = logging.getLevelName(level.strip().upper())
@@ -50,23 +50,23 @@ def set_threshold(level: int | str) -> None:
 
 
 def once(key: tuple[object, ...], level: int, message: str, *args: object, exc_info: bool = False) -> bool:
-    """Log `message` unless something was logged under `key` before; says whether it did. A race may say it twice."""
-    if key in _said:
+    """Logs `message` unless `key` was used before; returns whether it did. Racing threads may log it twice."""
+    if key in _logged:
         return False
-    if len(_said) >= _MOST_SAID:
-        _said.clear()
-    _said.add(key)
+    if len(_logged) >= _MOST_LOGGED:
+        _logged.clear()
+    _logged.add(key)
     logger.log(level, message, *args, exc_info=exc_info)
     return True
 
 
 def warn_once(key: tuple[object, ...], message: str, *args: object) -> None:
-    """A WARNING that is given one time."""
+    """Logs a WARNING once per key."""
     once(key, logging.WARNING, message, *args)
 
 
 def reset() -> None:
-    """Everything may be said again, and the level is the default."""
-    _said.clear()
+    """Restores the default level and allows every message again."""
+    _logged.clear()
     logger.setLevel(logging.NOTSET)
     _handler.threshold = logging.WARNING

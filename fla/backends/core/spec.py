@@ -1,4 +1,4 @@
-"""What a dispatched function is, as every room may know it."""
+"""The description of a dispatched function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FunctionSpec:
         operation, name: its operation and its own name.
         signature: its parameters.
         default: the decorated function, which is the default implementation.
-        check: raises for a bad call, before the first candidate is asked; None where there is none.
+        check: raises for a bad call before the first candidate is asked, or None.
         default_verifier: accepts or rejects calls for the default; None accepts all.
         mutates: parameters that the operation changes in place.
         place: file and line of its definition.

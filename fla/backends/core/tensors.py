@@ -1,4 +1,4 @@
-"""Small questions that generated code asks about arguments. Each can be traced by Dynamo."""
+"""Small tests of arguments that generated code calls. Dynamo can trace each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from fla.utils.devices import platform_of_type
 
-# The platform of a call whose plan does not depend on one, and of a call without a tensor.
+# Platforms: of a call whose plan does not depend on one, and of a call without a tensor
 ANY = 'any'
 NO_TENSOR = 'none'
 
@@ -19,8 +19,8 @@ _classes: dict[type, int] = {torch.Tensor: PLAIN, torch.nn.Parameter: PLAIN, typ
 
 
 def classify(cls: type) -> int:
-    """What kind of argument a class makes: `PLAIN` tensors go on, `OVERRIDES` have a `__torch_function__` of their own and
-    are offered the call, `REFUSED` are DTensors, and the rest is `NOT_A_TENSOR`."""
+    """Returns the kind of an argument's class: `PLAIN` tensors are dispatched, classes with a `__torch_function__` of their
+    own (`OVERRIDES`) are offered the call, DTensors are `REFUSED`, and the rest is `NOT_A_TENSOR`."""
     kind = _classes.get(cls)
     if kind is None:
         kind = _classes[cls] = _classify(cls)
@@ -42,7 +42,7 @@ def _classify(cls: type) -> int:
 
 
 def refuse(name: str, cls: str) -> NoReturn:
-    """DTensors show the global shape and have no data pointer: a kernel would silently compute on one shard."""
+    """Raises for a DTensor: it shows the global shape, while a kernel would silently compute on one shard."""
     raise TypeError(
         f'argument {name!r} is a {cls}: it shows the global shape while a kernel sees only one shard. '
         f'Pass {name}.to_local(), or wrap the call in torch.distributed.tensor.experimental.local_map'
@@ -50,7 +50,7 @@ def refuse(name: str, cls: str) -> NoReturn:
 
 
 class NoTensor:
-    """Stands for the first tensor of a call that has none."""
+    """Replaces the first tensor of a call without tensors."""
 
     is_cpu = is_cuda = is_xpu = is_meta = False
 
@@ -62,7 +62,7 @@ NO_TENSOR_ARGUMENT = NoTensor()
 
 
 def first_tensor(values: Iterable[Any]) -> Any:
-    """The first tensor among values."""
+    """Returns the first tensor among values."""
     for value in values:
         if isinstance(value, torch.Tensor):
             return value
@@ -70,14 +70,12 @@ def first_tensor(values: Iterable[Any]) -> Any:
 
 
 def platform_of(value: Any) -> str:
-    """The platform a value is on: a tensor's, or none."""
-    if isinstance(value, torch.Tensor):
-        return platform_of_type(value.device.type)
-    return NO_TENSOR
+    """Returns the platform of a tensor; `NO_TENSOR` for another value."""
+    return platform_of_type(value.device.type) if isinstance(value, torch.Tensor) else NO_TENSOR
 
 
 def same(value: Any, default: Any) -> bool:
-    """Whether an argument holds its default. Only plain values are compared: a tensor or an array would be read."""
+    """Whether an argument equals its default. Compares plain values only: comparing a tensor or an array would read it."""
     if value is default:
         return True
     if type(value) in (int, float) and type(default) in (int, float):
@@ -86,14 +84,14 @@ def same(value: Any, default: Any) -> bool:
 
 
 def decide(answer: Any) -> Any:
-    """A verifier's answer as a bool, where it is a comparison of dynamic sizes; anything else as it is."""
+    """Returns a verifier's answer as a bool if it is a comparison of dynamic sizes, and unchanged if not."""
     if isinstance(answer, (bool, torch.SymBool)):
-        return True if answer else False  # noqa: SIM210 - for Dynamo, `bool(answer)` is a symbol still
+        return True if answer else False  # noqa: SIM210 - Dynamo keeps `bool(answer)` a symbol
     return answer
 
 
 def any_requires_grad(values: Any) -> bool:
-    """Whether a tensor in a (nested) list, tuple or mapping, or the value itself, requires grad."""
+    """Whether a value, or a tensor in a nested list, tuple, dict or module, requires grad."""
     if isinstance(values, torch.Tensor):
         return values.requires_grad
     if isinstance(values, dict):
@@ -106,8 +104,8 @@ def any_requires_grad(values: Any) -> bool:
 
 
 def in_func_transform() -> bool:
-    """Whether a `torch.func` transform is active. Run while tracing: Dynamo has the region's own transforms active then, and
-    guards those around it."""
+    """Whether a `torch.func` transform is active. Dynamo runs it while tracing: the region's own transforms are active then,
+    and Dynamo guards the outer ones."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -115,10 +113,10 @@ in_func_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_tensors(**tensors: torch.Tensor | None) -> None:
-    """For `check` functions: every argument that is given is a tensor, and all are on one device.
+    """Checks that all arguments other than None are tensors on one device. For `check` functions.
 
     Raises:
-        TypeError: names the argument that is no tensor.
+        TypeError: names the argument that is not a tensor.
         ValueError: names two arguments and their devices.
     """
     first: tuple[str, torch.Tensor] | None = None

@@ -1,6 +1,5 @@
 """Circuit breakers: when they open and close, which call may probe, and what does not affect them. The clock is a fake."""
 
-import _thread
 import itertools
 import json
 import logging
@@ -145,26 +144,6 @@ def test_what_raises_on_the_way_to_a_probe_ends_it(toy, clock, monkeypatch):
     assert state(toy) == 'open'
     toy.fails = None
     assert toy.ran() == 'a'
-
-
-def test_a_probe_of_a_thread_that_python_did_not_start_is_gone_after_a_fork(toy, clock):
-    fail(toy)
-    clock.now += COOLDOWN
-    toy.fails = None
-    began, ends = threading.Event(), threading.Event()
-    probing = breaker(toy.f, 'a')
-
-    def probe():
-        assert probing.admit() > 0
-        began.set()
-        ends.wait(20)
-
-    _thread.start_new_thread(probe, ())
-    assert began.wait(20)
-    assert state(toy) == 'half_open'
-    assert toy.ran() == 'b'  # it works again
-    assert in_child(toy.ran) == 'a'
-    ends.set()
 
 
 def test_a_listener_that_exits_ends_no_call(toy, caplog):
@@ -361,7 +340,7 @@ def test_a_probe_that_hangs_is_given_up_after_its_time_and_has_no_say_later(wait
     assert breaker(toy.f, 'a').state == 'open'
 
 
-def test_a_probe_whose_thread_is_gone_locks_nobody_out(toy, clock):
+def test_a_probe_whose_thread_is_gone_is_given_up_after_its_time(toy, clock):
     fail(toy)
     clock.now += COOLDOWN
     numbers = []
@@ -369,8 +348,11 @@ def test_a_probe_whose_thread_is_gone_locks_nobody_out(toy, clock):
     dying.start()
     dying.join()
     assert numbers[0] > 0
-    assert breaker(toy.f, 'a').state == 'half_open'
     toy.fails = None
+    assert toy.ran() == 'b'
+    assert state(toy) == 'half_open'
+    assert health()[f'{toy.op}.f', 'a'].retry_in == BreakerSettings().probe_timeout
+    clock.now += BreakerSettings().probe_timeout
     assert toy.ran() == 'a'
     assert state(toy) == 'closed'
 
@@ -662,7 +644,7 @@ def test_a_call_that_only_an_open_backend_could_serve_says_so(clock):
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs os.fork')
 @pytest.mark.filterwarnings('ignore:This process.*multi-threaded:DeprecationWarning')
-def test_the_child_keeps_the_state_but_not_the_probe_of_another_thread(waiting, clock):
+def test_a_child_gives_the_parents_probe_up_after_its_time(waiting, clock):
     toy, probed = waiting, waiting.probed
     clock.now += COOLDOWN
     hung = threading.Thread(target=toy.ran)
@@ -672,11 +654,13 @@ def test_the_child_keeps_the_state_but_not_the_probe_of_another_thread(waiting, 
     def child():
         states = [breaker(toy.f, 'a').state]
         toy.waits = False
-        states.append(toy.ran())  # the child's own probe
+        states.append(toy.ran())
+        clock.now += BreakerSettings().probe_timeout
+        states.append(toy.ran())  # the child's own probe, which fails
         states.append(breaker(toy.f, 'a').state)
         return states
 
-    assert in_child(child) == ['half_open', 'b', 'open']
+    assert in_child(child) == ['half_open', 'b', 'b', 'open']
     assert breaker(toy.f, 'a').state == 'half_open'
     probed.go.set()
     hung.join()
