@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from fla.modules.convolution import causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d_update
 from tests import bounds
 
 from .oracle import served_by

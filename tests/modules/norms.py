@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fla.backends import trace, use_backend
-from fla.modules.fused_norm_gate import rms_norm_gated
-from fla.modules.l2norm import l2norm
-from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.norm.fused_norm_gate import rms_norm_gated
+from fla.modules.norm.l2norm import l2norm
+from fla.modules.norm.layernorm import group_norm, layer_norm, rms_norm
 from tests import bounds
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

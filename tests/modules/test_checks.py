@@ -6,7 +6,11 @@ import math
 import pytest
 import torch
 
-from fla.modules import RotaryEmbedding, activations, checks, convolution, fused_norm_gate, layernorm, rotary
+from fla.modules import RotaryEmbedding, checks
+from fla.modules.activations import ops as activations
+from fla.modules.causal_conv1d import ops as convolution
+from fla.modules.norm import fused_norm_gate, layernorm
+from fla.modules.rotary import ops as rotary
 from fla.ops.attn import checks as attention
 
 ONES = torch.ones
@@ -91,8 +95,8 @@ def one_by_one(monkeypatch):
 
     def switch():
         for module in (activations, convolution, layernorm, rotary):
-            monkeypatch.setattr(module, 'is_plain', lambda tensor: False)
-        monkeypatch.setattr(attention, '_are_plain', lambda q, k, v: False)
+            monkeypatch.setattr(module, 'is_dense_float', lambda tensor: False)
+        monkeypatch.setattr(attention, '_is_common_case', lambda q, k, v: False)
 
     return switch
 

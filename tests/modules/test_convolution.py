@@ -7,7 +7,7 @@ import torch
 
 from fla.backends import trace
 from fla.modules import ShortConvolution
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from tests import bounds
 
 from .convolution import convolved

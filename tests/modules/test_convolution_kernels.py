@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip('triton')
 from fla.backends import trace
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from fla.modules.kernels import convolution_backward, convolution_forward, convolution_step
 from fla.modules.kernels.convolution_backward import launch_backward
 from fla.modules.kernels.convolution_forward import launch_forward
@@ -332,9 +332,9 @@ def test_compiled():
 def test_compiles_in_float32(capability):
     x, weight = empty(2, 999, 1536, dtype=torch.float32), empty(1536, 4, dtype=torch.float32)
     with compile_only(capability) as compiled:
-        launch_forward(x, weight, None, None, None, None, False, True)
-        launch_backward(x, weight, None, None, None, True, x, None)
-        launch_update(x[:, 0], empty(2, 1536, 4, dtype=torch.float32), None, weight, None, True)
+        launch_forward(x, weight, None, None, None, False, 'silu', None)
+        launch_backward(x, weight, None, None, 'silu', None, x, None)
+        launch_update(x[:, 0], empty(2, 1536, 4, dtype=torch.float32), None, weight, None, 'silu')
     print(*compiled, sep='\n')
     assert all(one.spilled <= 64 for one in compiled)
 
@@ -348,7 +348,7 @@ def test_a_step_moves_its_state_by_wide_accesses(dtype):
         for width in widths:
             # that of the weight would be wide as well
             weight = empty(256, 2 * width, dtype=dtype)[:, :width]
-            given = (empty(64, 256, width, dtype=dtype), None, weight, None, True)
+            given = (empty(64, 256, width, dtype=dtype), None, weight, None, 'silu')
             launch_update(empty(64, 256, dtype=dtype), *given)
     assert len(compiled) == len(widths)
     for one in compiled:
@@ -368,8 +368,8 @@ def test_compiles_without_steps():
     with compile_only((9, 0)):
         for cu in (None, empty(3, dtype=torch.int32)):
             x, state = empty(2 if cu is None else 1, 0, 8), empty(2, 8, 3)
-            launch_forward(x, empty(8, 3), None, None, state, cu, True, True)
-            launch_backward(x, empty(8, 3), None, state, cu, True, x, state)
+            launch_forward(x, empty(8, 3), None, None, state, True, 'silu', cu)
+            launch_backward(x, empty(8, 3), None, state, 'silu', cu, x, state)
 
 
 @pytest.mark.triton
@@ -381,10 +381,10 @@ def test_compiles(capability, packed):
     state, bias = empty(3 if packed else 1, 1536, 4), empty(1536)
     with compile_only(capability) as compiled:
         for more in ((None, None), (bias, state)):
-            launch_forward(x, weight, more[0], None, more[1], cu, more[1] is not None, True)
-            launch_backward(x, weight, *more, cu, True, x, more[1])
+            launch_forward(x, weight, more[0], None, more[1], more[1] is not None, 'silu', cu)
+            launch_backward(x, weight, *more, 'silu', cu, x, more[1])
         if not packed:
-            launch_backward(x, empty(1536, 8), None, None, cu, True, x, None)
-        launch_update(x[:, 0], empty(1, 1536, 4), None, weight, None, True)
+            launch_backward(x, empty(1536, 8), None, None, 'silu', cu, x, None)
+        launch_update(x[:, 0], empty(1, 1536, 4), None, weight, None, 'silu')
     print(*compiled, sep='\n')
     assert all(one.spilled <= 64 for one in compiled)

@@ -9,7 +9,7 @@ import torch
 from fla.backends import default_dispatcher, explain, use_backend
 from fla.modules.backends import causal_conv1d as backend
 from fla.modules.backends.causal_conv1d import CausalConv1dBackend
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from tests import bounds
 from tests.ops.vendors import BF16, FP32, H100, fakes, install, odd, on_16, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES

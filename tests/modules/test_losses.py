@@ -286,7 +286,7 @@ def test_bad_calls(call, kind, message):
 
 def check_targets_that_are_none(monkeypatch, backend):
     """On a device nobody reads them: loss and gradient of the row are NaN, and nobody else's."""
-    import fla.modules.fused_cross_entropy as module
+    import fla.modules.fused_cross_entropy.ops as module
 
     monkeypatch.setattr(module, 'readable', lambda target: False)
     target = torch.tensor([1, 4, -100, -1])
@@ -305,7 +305,7 @@ def test_targets_that_are_none(monkeypatch):
 
 
 def test_values_on_request(monkeypatch):
-    import fla.modules.fused_cross_entropy as module
+    import fla.modules.fused_cross_entropy.ops as module
 
     monkeypatch.setattr(module, 'readable', lambda target: False)  # as for targets on a device
     logits, target = torch.randn(2, 4), torch.tensor([1, 9])

@@ -8,9 +8,9 @@ import torch
 
 from fla.backends import trace
 from fla.modules import FusedRMSNormGated, GroupNorm, LayerNorm, RMSNorm
-from fla.modules.fused_norm_gate import rms_norm_gated
-from fla.modules.l2norm import l2_norm, l2norm
-from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.norm.fused_norm_gate import rms_norm_gated
+from fla.modules.norm.l2norm import l2_norm, l2norm
+from fla.modules.norm.layernorm import group_norm, layer_norm, rms_norm
 from tests import bounds
 
 from .oracle import DTYPES, check, error, tensor

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip('triton')
 from fla.backends import trace, use_backend
 from fla.modules import GroupNorm, LayerNorm, RMSNorm
-from fla.modules.layernorm import rms_norm
+from fla.modules.norm.layernorm import rms_norm
 from tests import bounds
 from tests.modules.norms import BARE, BF16, EVERYTHING, FP16, FP32, KINDS, call, check, everything, given, upstream
 

@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip('triton')
 from fla.backends import explain, trace, use_backend
-from fla.modules.fused_norm_gate import rms_norm_gated
 from fla.modules.kernels import norms as kernels
 from fla.modules.kernels import norms_autograd
-from fla.modules.l2norm import l2norm
-from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.norm.fused_norm_gate import rms_norm_gated
+from fla.modules.norm.l2norm import l2norm
+from fla.modules.norm.layernorm import group_norm, layer_norm, rms_norm
 from tests import bounds
 from tests.modules.norms import (
     BARE,

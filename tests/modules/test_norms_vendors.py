@@ -15,7 +15,7 @@ from fla.modules.backends.flashinfer import FlashInferBackend
 from fla.modules.backends.flashinfer import norms as flashinfer_norms
 from fla.modules.backends.liger import LigerBackend
 from fla.modules.backends.liger import norms as liger_norms
-from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.norm.layernorm import group_norm, layer_norm, rms_norm
 from tests import bounds
 from tests.modules.norms import check, given
 from tests.modules.oracle import opcheck

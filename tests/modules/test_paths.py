@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pkgutil
 
 import pytest
 import torch
@@ -9,19 +10,45 @@ import torch
 import fla.modules
 from fla.backends import describe, explain
 
+ACTIVATIONS = ['silu_and_mul', 'swiglu', 'swiglu_linear']
+CONVOLUTION = ['ShortConvolution', 'causal_conv1d', 'causal_conv1d_update']
+CROSS_ENTROPY = ['FusedCrossEntropyLoss', 'cross_entropy_loss']
+LINEAR_CROSS_ENTROPY = ['FusedLinearCrossEntropyLoss', 'fused_linear_cross_entropy_loss']
+NORMS = ['GroupNorm', 'LayerNorm', 'RMSNorm']
+GATED_NORM = ['FusedRMSNormGated', 'rms_norm_gated']
+NORM_FUNCTIONS = [*NORMS, 'group_norm', 'layer_norm', 'rms_norm']
+ROTARY = ['RotaryEmbedding', 'rotary_embedding', 'rotary_embedding_ref']
+
+# every module of FLA 0.6.0 and of older releases that has names which this package has: the names
 PATHS = {
     'fla.modules': [
-        *('RMSNorm', 'LayerNorm', 'GroupNorm', 'FusedRMSNormGated', 'ShortConvolution', 'RotaryEmbedding'),
+        *(*NORMS, 'FusedRMSNormGated', 'ShortConvolution', 'RotaryEmbedding'),
         *('FusedCrossEntropyLoss', 'FusedLinearCrossEntropyLoss', 'l2norm', 'activations'),
     ],
-    'fla.modules.l2norm': ['l2norm', 'l2_norm'],
-    'fla.modules.layernorm': ['rms_norm', 'layer_norm', 'group_norm', 'RMSNorm', 'LayerNorm', 'GroupNorm'],
-    'fla.modules.fused_norm_gate': ['rms_norm_gated', 'FusedRMSNormGated'],
-    'fla.modules.convolution': ['causal_conv1d', 'causal_conv1d_update', 'ShortConvolution'],
-    'fla.modules.fused_cross_entropy': ['cross_entropy_loss', 'FusedCrossEntropyLoss'],
-    'fla.modules.fused_linear_cross_entropy': ['fused_linear_cross_entropy_loss', 'FusedLinearCrossEntropyLoss'],
-    'fla.modules.rotary': ['rotary_embedding', 'RotaryEmbedding', 'rotary_embedding_ref'],
-    'fla.modules.activations': ['swiglu', 'swiglu_linear', 'silu_and_mul'],
+    'fla.modules.activations': ACTIVATIONS,
+    'fla.modules.activations.ops': ACTIVATIONS,
+    'fla.modules.causal_conv1d': CONVOLUTION,
+    'fla.modules.causal_conv1d.ops': CONVOLUTION,
+    'fla.modules.conv': CONVOLUTION,
+    'fla.modules.conv.causal_conv1d': CONVOLUTION,
+    'fla.modules.conv.short_conv': CONVOLUTION,
+    'fla.modules.conv.triton': CONVOLUTION,
+    'fla.modules.conv.triton.kernels': CONVOLUTION,
+    'fla.modules.conv.triton.ops': CONVOLUTION,
+    'fla.modules.convolution': CONVOLUTION,
+    'fla.modules.fused_cross_entropy': CROSS_ENTROPY,
+    'fla.modules.fused_cross_entropy.ops': CROSS_ENTROPY,
+    'fla.modules.fused_linear_cross_entropy': LINEAR_CROSS_ENTROPY,
+    'fla.modules.fused_linear_cross_entropy.ops': LINEAR_CROSS_ENTROPY,
+    'fla.modules.fused_norm_gate': GATED_NORM,
+    'fla.modules.l2norm': ['l2_norm', 'l2norm'],
+    'fla.modules.layernorm': NORM_FUNCTIONS,
+    'fla.modules.norm': [*NORMS, 'FusedRMSNormGated'],
+    'fla.modules.norm.fused_norm_gate': GATED_NORM,
+    'fla.modules.norm.l2norm': ['l2_norm', 'l2norm'],
+    'fla.modules.norm.layernorm': NORM_FUNCTIONS,
+    'fla.modules.rotary': ROTARY,
+    'fla.modules.rotary.ops': ROTARY,
 }
 
 SIGNATURES = {
@@ -47,15 +74,28 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize('path', PATHS)
-def test_import_paths(path):
-    module = importlib.import_module(path)
-    assert inspect.ismodule(module)
-    assert [name for name in PATHS[path] if not hasattr(module, name)] == []
+def test_paths_give_the_same_objects():
+    """Each name is one object, whatever path it is imported by."""
+    objects = {}
+    for path, names in PATHS.items():
+        scope = {}
+        exec(f'from {path} import {", ".join(names)}', scope)
+        for name in names:
+            if not inspect.ismodule(scope[name]):  # `l2norm`, a module in fla.modules and a function elsewhere
+                assert objects.setdefault(name, scope[name]) is scope[name], (path, name)
 
 
-def test_l2norm_stays_a_module():
-    assert inspect.ismodule(fla.modules.l2norm)
+def test_no_submodule_is_hidden_by_a_function():
+    """One is, as in FLA: clients import the function `causal_conv1d` from `fla.modules.conv`."""
+    paths = [name for _, name, _ in pkgutil.walk_packages(fla.modules.__path__, 'fla.modules.') if '.backends.' not in name]
+    for path in paths:
+        importlib.import_module(path)
+    hidden = []
+    for path in paths:
+        parent, _, name = path.rpartition('.')
+        if not inspect.ismodule(getattr(importlib.import_module(parent), name)):
+            hidden.append(path)
+    assert hidden == ['fla.modules.conv.causal_conv1d']
 
 
 @pytest.mark.parametrize('name', SIGNATURES)

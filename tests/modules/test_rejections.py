@@ -11,12 +11,12 @@ pytest.importorskip('triton')
 from fla.backends import default_dispatcher, explain, on_error, trace, use_backend
 from fla.modules import RotaryEmbedding, ShortConvolution
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
-from fla.modules.fused_norm_gate import rms_norm_gated
-from fla.modules.l2norm import l2norm
-from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.norm.fused_norm_gate import rms_norm_gated
+from fla.modules.norm.l2norm import l2norm
+from fla.modules.norm.layernorm import group_norm, layer_norm, rms_norm
 from fla.modules.rotary import rotary_embedding
 
 from .test_paths import CALLS, REQUIRED

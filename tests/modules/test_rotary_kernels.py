@@ -149,7 +149,7 @@ def test_in_place():
 @pytest.mark.interpreted
 @served_by('default')
 def test_nothing_is_read_beyond_the_tables(monkeypatch):
-    monkeypatch.setattr('fla.modules.rotary.readable', lambda one: False)  # as on a GPU
+    monkeypatch.setattr('fla.modules.rotary.ops.readable', lambda one: False)  # as on a GPU
     x, table = torch.ones(1, 3, 1, 2), torch.arange(4.0)[:, None]
     y = rotary_embedding(x, table, 0 * table, seqlen_offsets=torch.tensor([2]))
     assert y[0, :, 0, 0].tolist() == [2, 3, 3]

@@ -19,7 +19,7 @@ from fla.ops.recurrence.checks import (
 )
 
 
-def _are_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def _is_common_case(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether q, k and v fit together, in few reads: a decode step waits for them. Whoever gets False goes through the
     checks one by one, which name what is wrong, or find that nothing is."""
     try:
@@ -61,7 +61,7 @@ def check_parallel(
 ) -> None:
     """See `parallel_attn`."""
     check_scale(scale)
-    if cu_seqlens is g is chunk_indices is sink_bias is None and _are_plain(q, k, v):
+    if cu_seqlens is g is chunk_indices is sink_bias is None and _is_common_case(q, k, v):
         return check_window(window_size)
     check_given(q=q, k=k, v=v)
     check_tensors(q=q, k=k, v=v, g=g, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices, sink_bias=sink_bias)

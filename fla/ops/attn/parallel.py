@@ -41,7 +41,7 @@ def parallel_attn(
         o `[B, T, HQ, V]` in v's dtype, contiguous.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+        TypeError, ValueError: for invalid arguments, before any backend is tried.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762; g: Lin et al. 2025, "Forgetting Transformer",
     arXiv 2503.02130; sinks: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453.

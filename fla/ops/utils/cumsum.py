@@ -37,7 +37,7 @@ def chunk_local_cumsum(
         The sums, shaped like g.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
+        TypeError, ValueError: for invalid arguments.
     """
     check_steps('g', g, (3, 4), _STEPS, cu_seqlens, chunk_indices)
     check_output_dtype(output_dtype)
@@ -68,7 +68,7 @@ def chunk_global_cumsum(
         The sums, shaped like s.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
+        TypeError, ValueError: for invalid arguments.
     """
     check_steps('s', s, (3, 4), _STEPS, cu_seqlens)
     check_output_dtype(output_dtype)

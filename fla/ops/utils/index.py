@@ -23,7 +23,7 @@ def prepare_chunk_offsets(cu_seqlens: torch.Tensor, chunk_size: int) -> torch.Te
     The last chunk of a sequence may be short; an empty sequence has none.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
+        TypeError, ValueError: for invalid arguments.
     """
     check_lens(cu_seqlens)
     check_chunk_size(chunk_size)
@@ -42,7 +42,7 @@ def prepare_chunk_indices(
         cu_seqlens_cpu: the same on the host: with it nothing waits for the device.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
+        TypeError, ValueError: for invalid arguments.
     """
     check_lens(cu_seqlens)
     check_chunk_size(chunk_size)

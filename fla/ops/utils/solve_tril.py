@@ -29,7 +29,7 @@ def solve_tril(
         The inverses, shaped like A; of a short last chunk the columns that have no step are 0.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
+        TypeError, ValueError: for invalid arguments.
     """
     check_steps('A', A, (4,), '[B, T, H, C]', cu_seqlens, chunk_indices)
     check_output_dtype(output_dtype)

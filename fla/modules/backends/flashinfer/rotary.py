@@ -27,7 +27,7 @@ def _rotate(
     interleaved: bool,
 ) -> torch.Tensor:
     """A contiguous x, in place."""
-    from fla.modules.rotary import positions
+    from fla.modules.rotary.ops import positions
 
     with on_device_of(x):
         import flashinfer.rope

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed
 
-from fla.modules.fused_cross_entropy import reduced
+from fla.modules.fused_cross_entropy.ops import reduced
 from fla.ops.recurrence.gates import wide
 
 if TYPE_CHECKING:
