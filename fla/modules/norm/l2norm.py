@@ -39,7 +39,7 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None 
         check_launchable('l2norm', x=x)
     from fla.modules.kernels.norms_autograd import normalize
 
-    return normalize('l2', x, eps=eps, dtype=output_dtype)  # type: ignore[no-any-return]
+    return normalize('l2', x, eps=eps, output_dtype=output_dtype)  # type: ignore[no-any-return]
 
 
 l2_norm = l2norm
