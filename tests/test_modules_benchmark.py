@@ -15,7 +15,7 @@ ERROR = {'cross_entropy': 1e-2, 'fused_linear_cross_entropy': 2e-2, 'causal_conv
 
 def run(tmp_path, *options):
     path = tmp_path / 'folder' / 'modules.json'
-    # this package stands for the peer, and needs its reference here
+    # this package takes the place of the peer, and needs its reference on a CPU
     environment = {**os.environ, 'FLA_DISABLE_BACKEND_DISPATCH': '0'}
     command = [sys.executable, SCRIPT, '--json', path, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -49,7 +49,7 @@ def test_every_module(tmp_path):
 
 
 def test_filters_and_refusals(tmp_path):
-    """What cannot run says why, and the rest of the run goes on."""
+    """A refused call gives its reason, and the rest of the run continues."""
     backends = ['liger', 'liger-kernel', 'reference']
     options = ['--only=swiglu', '--only=l2norm', '--size=small', *(f'--backend={one}' for one in backends)]
     result, lines = run(tmp_path, '--dry', *options)
@@ -65,7 +65,7 @@ def test_filters_and_refusals(tmp_path):
 
 
 def test_a_stopped_run_goes_on(tmp_path):
-    """With what is missing alone, in this process and in FLA's, to the file of a run that was not stopped."""
+    """A resumed run adds only what is missing, in this process and in FLA's."""
     path = tmp_path / 'folder' / 'modules.json'
     options = ['--dry', '--fla', markdown.ROOT, '--only=l2norm', '--only=swiglu', '--size=small']
     options += [f'--backend={one}' for one in ('torch', 'reference', 'flash-linear-attention')]

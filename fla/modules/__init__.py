@@ -6,10 +6,10 @@ The path of a call, here of `rms_norm` where its Triton default serves:
 1. `norm/layernorm.py`: the public function, its docstring and the check of its arguments.
 2. `fla/backends/runtime`: the entry point chooses the default or a backend of `backends/`.
 3. `kernels/norms_autograd.py`: the kernels as one differentiable operator.
-4. `kernels/norms.py`: the launch, its block sizes, and the kernels.
+4. `kernels/norms.py`: the launch and its block sizes; `kernels/norms_device.py`: the kernels.
 
-Convolutions have a launcher for each of forward, backward and decode step, and losses have `kernels/losses.py` in front of
-`kernels/cross_entropy.py`; activations and the rotary embedding have steps 3 and 4 in one file.
+Convolutions have one kernel file for each of forward, backward and decode step. Losses have `cross_entropy_autograd.py` or
+`linear_cross_entropy.py` in step 3. Activations and the rotary embedding have steps 3 and 4 in one file.
 
 Here, `activations` and `l2norm` are submodules; the function is `fla.modules.l2norm.l2norm`. FLA 0.6 has the same modules.
 The paths of older releases (`convolution`, `conv`, `layernorm`, `l2norm`, `fused_norm_gate`) are aliases.

@@ -28,7 +28,7 @@ def on_triton(function, *args, **options):
 
 
 def against_the_formula(arguments, bounds_of, **options):
-    """y, the final state and all gradients, of one loss that weighs both results."""
+    """Checks y, the final state and all gradients of one loss of both results."""
     results = []
     for call, wide in ((causal_conv1d, False), (oracle, True)):
         given = {n: (t.detach().double() if wide else t.detach()).requires_grad_() for n, t in arguments.items()}
@@ -71,7 +71,7 @@ def tensors(batch, length, channels, width, count, dtype, *, every=True):
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 def test_everything(packed, width, dtype):
     cu = torch.tensor([0, 0, 1, 4, 37, 39, 50, 50]) if packed else None
-    batch, length, count = (1, 50, 7) if packed else (2, 40, 2)  # steps of two tiles of the backward
+    batch, length, count = (1, 50, 7) if packed else (2, 40, 2)  # two tiles of the backward
     arguments = tensors(batch, length, 5, width, count, dtype)
     y, final = against_the_formula(arguments, bound, activation='silu', cu_seqlens=cu, output_final_state=True)
     assert y.dtype == final.dtype == dtype
@@ -81,7 +81,7 @@ def test_everything(packed, width, dtype):
 @pytest.mark.interpreted
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 def test_many_tiles(monkeypatch, packed):
-    """Those that walk further, forward too."""
+    """The longer tiles for many numbers, forward and backward."""
     monkeypatch.setattr(convolution_backward, 'MANY_NUMBERS', 0)
     monkeypatch.setattr(convolution_forward, 'MANY_NUMBERS', 0)
     cu = torch.tensor([0, 0, 1, 4, 140, 270, 270]) if packed else None
@@ -167,7 +167,7 @@ def test_broadcast_gradient():
 @pytest.mark.interpreted
 @served_by('default')
 def test_no_neighbour_is_seen():
-    """Infinite steps reach nobody in another sequence, in either direction."""
+    """Infinite values do not reach another sequence, in either direction."""
     cu, x = torch.tensor([0, 5, 9, 20]), torch.randn(1, 20, 3)
     x[0, 5:9] = float('inf')
     x.requires_grad_()
@@ -195,7 +195,7 @@ def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
 
 @pytest.mark.interpreted
 def test_a_last_state_is_of_its_sequence(monkeypatch):
-    """Also where steps follow that are in none, as padding is."""
+    """Also with padding after the last sequence."""
     import fla.ops.recurrence.checks as checks
 
     monkeypatch.setattr(checks, 'readable', lambda lens: False)  # as for lengths on a device
@@ -244,7 +244,7 @@ def test_updates_of_one(count, channels):
 @pytest.mark.interpreted
 @pytest.mark.parametrize('case', ['everything', 'eight taps', 'no residual', 'strided'])
 def test_updates_of_many(monkeypatch, case):
-    """Several sequences a program, and in the last one fewer."""
+    """A program takes several sequences, the last one fewer."""
     monkeypatch.setattr(convolution_step, 'MANY', 0)
     check_update(case, 6, 200, torch.bfloat16, 'cpu')
 
@@ -259,7 +259,7 @@ def test_activation_far_from_zero():
 
 @pytest.mark.interpreted
 def test_strided_lengths():
-    """They are read by their strides."""
+    """Weights with strides are read without a copy."""
     every_second = torch.tensor([0, 9, 2, 9, 6, 9])[::2]
     arguments = tensors(1, 6, 3, 4, 2, torch.float32)
     against_the_formula(arguments, bound, activation=None, cu_seqlens=every_second, output_final_state=True)
@@ -267,7 +267,7 @@ def test_strided_lengths():
 
 @pytest.mark.interpreted
 def test_who_serves():
-    """What the kernels do not take goes to the reference."""
+    """Calls that the kernels do not take go to the reference."""
     x, cache, weight = torch.randn(2, 3), torch.zeros(2, 3, 4), torch.randn(3, 4)
     wide, wide_cache = torch.randn(3, 9), torch.zeros(2, 3, 9)
     for name, shape in (('weight', (3, 4)), ('bias', (3,)), ('residual', (2, 5, 3)), ('initial_state', (2, 3, 4))):
@@ -342,11 +342,11 @@ def test_compiles_in_float32(capability):
 @pytest.mark.triton
 @pytest.mark.parametrize('dtype', KERNEL_DTYPES, ids=str)
 def test_a_step_moves_its_state_by_wide_accesses(dtype):
-    """16 bytes at a time, and each thread its own, unless a channel's are more."""
+    """16 bytes at a time, without exchange between threads, unless a channel has more."""
     widths = [width for width in (2, 4, 8) if width * dtype.itemsize <= 16]
     with compile_only((9, 0)) as compiled:
         for width in widths:
-            # that of the weight would be wide as well
+            # a strided weight, so that only the state has wide accesses
             weight = empty(256, 2 * width, dtype=dtype)[:, :width]
             given = (empty(64, 256, width, dtype=dtype), None, weight, None, 'silu')
             launch_update(empty(64, 256, dtype=dtype), *given)
@@ -364,7 +364,7 @@ def empty(*shape, dtype=torch.bfloat16):
 
 @pytest.mark.triton
 def test_compiles_without_steps():
-    """The interpreter goes around what a program does not reach; a compiler does not."""
+    """The compiler also compiles branches that the interpreter does not reach."""
     with compile_only((9, 0)):
         for cu in (None, empty(3, dtype=torch.int32)):
             x, state = empty(2 if cu is None else 1, 0, 8), empty(2, 8, 3)

@@ -80,7 +80,7 @@ class Program(torch.nn.Module):
 
 
 class Recorder(torch.fx.Interpreter):
-    """Runs a graph, and keeps the calls of our operators."""
+    """Runs a graph, and records the calls of our operators."""
 
     def __init__(self, program):
         super().__init__(program)
@@ -93,7 +93,7 @@ class Recorder(torch.fx.Interpreter):
 
 
 def inputs_of(case):
-    """Leaves, that need gradients where the call has any."""
+    """Leaf tensors, which require gradients if the call has any."""
     tensors = CASES[case][1]()
     for i, x in enumerate(tensors):
         if x is not None and x.is_floating_point() and case not in WRITES and i not in FIXED.get(case, ()):
@@ -115,7 +115,7 @@ def exported(case, backend):
     found = torch.export.export(program, tuple(inputs_of(case)), strict=False).module()
     results = found(*inputs)
     assert_same(results, expected)
-    assert_same([x for x in inputs if x is not None], [x for x in expected_inputs if x is not None])  # what is written
+    assert_same([x for x in inputs if x is not None], [x for x in expected_inputs if x is not None])  # written arguments
     if case not in WRITES:
         leaves, right = ([x for x in given if x is not None and x.requires_grad] for given in (inputs, expected_inputs))
         results, expected = ([one for one in given if one.requires_grad] for given in (results, expected))

@@ -1,4 +1,4 @@
-"""Names and import paths that users' code holds, and what holds for every function of the modules."""
+"""Names and import paths that client code uses, and properties of every function of the modules."""
 
 import importlib
 import inspect
@@ -134,7 +134,7 @@ TWICE = [
 
 @pytest.mark.parametrize('name', TWICE)
 def test_differentiable_twice(name):
-    """On the reference; losses in test_losses.py."""
+    """On the reference; for losses see test_losses.py."""
     module, function = name.split('.')
     call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
     x = torch.randn(1, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).expand(2, 8, 6)
@@ -162,12 +162,12 @@ def test_meta_tensors_compile_and_autocast(name):
     compiled = torch.compile(call, fullgraph=True, backend='aot_eager')(*CALLS[name](x))
     torch.testing.assert_close(compiled, expected)
 
-    if function not in ('swiglu_linear', 'fused_linear_cross_entropy_loss'):  # a linear map is what autocast is for
+    if function not in ('swiglu_linear', 'fused_linear_cross_entropy_loss'):  # autocast changes linear maps
         with torch.autocast('cpu', torch.bfloat16):
             torch.testing.assert_close(call(*CALLS[name](x)), expected, rtol=0, atol=0)
 
 
-# tensors that may not be left out, by function
+# required tensors, by function
 REQUIRED = {
     'layernorm.rms_norm': 'x',
     'layernorm.layer_norm': 'x',
@@ -188,7 +188,7 @@ REQUIRED = {
 @pytest.mark.parametrize('name', CALLS)
 @pytest.mark.parametrize('dispatched', [True, False])
 def test_none_for_a_tensor(name, dispatched):
-    """Also where nothing is dispatched: a call is then one of the function that was decorated."""
+    """Also with dispatch off, where a call runs the decorated function itself."""
     module, function = name.split('.')
     call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
     call = call if dispatched else call.__wrapped__
@@ -201,7 +201,7 @@ def test_none_for_a_tensor(name, dispatched):
 
 @pytest.mark.parametrize('name', CALLS)
 def test_the_default_says_that_it_needs_a_gpu(name):
-    """Where nothing is dispatched; where something is, `reference` serves tensors of a CPU."""
+    """With dispatch off; otherwise `reference` serves CPU tensors."""
     module, function = name.split('.')
     call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
     first = REQUIRED[name].split()[0]

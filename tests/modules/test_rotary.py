@@ -240,7 +240,7 @@ def test_position_ids_of_any_dtype(kind):
 
 
 def test_arguments_of_flash_linear_attention():
-    """Those without effect change nothing."""
+    """Arguments without effect change nothing."""
     layer = RotaryEmbedding(4, 100.0, None, True, pos_idx_in_fp32=False, device='cpu')
     q = tensor(2, 5, 4, 6, dtype=torch.float32)
     for found, wanted in zip(

@@ -143,19 +143,10 @@ def cross_entropy_loss(
     "Rethinking the Inception Architecture", arXiv 1512.00567; the soft cap of Gemma Team 2024, "Gemma 2", arXiv 2408.00118.
     """
     check_launchable('cross_entropy_loss', logits=logits, target=target)
-    from fla.modules.kernels.losses import cross_entropy
+    from fla.modules.kernels.cross_entropy_autograd import cross_entropy
 
-    return cross_entropy(
-        logits,
-        target,
-        label_smoothing=label_smoothing,
-        logit_scale=logit_scale,
-        lse_square_scale=lse_square_scale,
-        logit_softcapping=logit_softcapping,
-        ignore_index=ignore_index,
-        inplace_backward=inplace_backward,
-        process_group=process_group,
-    )
+    numbers = (label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index)
+    return cross_entropy(logits, target, *numbers, inplace_backward, process_group)
 
 
 REDUCTIONS = ('mean', 'sum', 'none')

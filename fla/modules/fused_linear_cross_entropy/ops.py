@@ -85,20 +85,10 @@ def fused_linear_cross_entropy_loss(
     Source: Hsu et al. 2024, "Liger Kernel", arXiv 2410.10989, where gradients are computed in the forward, chunk by chunk.
     """
     check_launchable('fused_linear_cross_entropy_loss', x=x, target=target, weight=weight)
-    from fla.modules.kernels.losses import linear_cross_entropy
+    from fla.modules.kernels.linear_cross_entropy import linear_cross_entropy
 
-    return linear_cross_entropy(
-        x,
-        target,
-        weight,
-        bias,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        logit_scale=logit_scale,
-        logit_softcapping=logit_softcapping,
-        num_chunks=num_chunks,
-        reduction=reduction,
-    )
+    numbers = (ignore_index, label_smoothing, logit_scale, logit_softcapping)
+    return linear_cross_entropy(x, target, weight, bias, *numbers, num_chunks, reduction)
 
 
 class FusedLinearCrossEntropyLoss(nn.Module):

@@ -118,7 +118,7 @@ def _backward_prenorm(
 
 
 def _fake_backward_prenorm(*arguments: Any) -> Any:
-    """Of the arguments of `_backward_prenorm`."""
+    """Takes the arguments of `_backward_prenorm`."""
     total, g, weight, bias, *_, dy, _, needs_input_grad = arguments
     likes = (total.new_empty(total.shape, dtype=dy.dtype), total, g, weight, bias)
     return tuple(

@@ -167,6 +167,23 @@ def rotary_embedding(
     return rotary.rotary_embedding(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens)
 
 
+# Operators take the arguments in this order and form: a schema cannot say that seqlen_offsets is an int or a tensor.
+TABLES_AND_POSITIONS = 'Tensor cos, Tensor sin, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, bool interleaved'
+
+
+def tables_and_positions(
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    seqlen_offsets: int | torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, bool]:
+    """Arguments of `rotary_embedding` in the form of `TABLES_AND_POSITIONS`."""
+    if isinstance(seqlen_offsets, torch.Tensor):
+        return cos, sin, seqlen_offsets, cu_seqlens, 0, interleaved
+    return cos, sin, None, cu_seqlens, seqlen_offsets, interleaved
+
+
 def positions(x: torch.Tensor, offsets: int | torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     """The position of each step of x `[B, T, ...]` in its sequence: `[T]`, or `[B, T]` with a tensor of offsets."""
     if cu_seqlens is None and not isinstance(offsets, torch.Tensor):
