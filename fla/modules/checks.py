@@ -1,9 +1,8 @@
-"""Checks of arguments that the modules share. They raise before any backend is asked, and name the argument, what came and
-what is allowed. Metadata only.
+"""Checks of arguments that the modules share. They raise before any backend is tried. The message names the argument, what
+came and what is allowed. They read metadata; only `check_mask` reads values.
 
-A decode step, or a small norm, waits for its checks: what is called so first asks `is_plain` and `fits`, in as few reads as
-possible, whether a usual call is right. Whoever gets False goes through the checks one by one, which name what is wrong, or
-find that nothing is.
+Each call of a decode step or a small norm waits for its checks. So a function first asks `is_dense_float` and `matches`
+whether the call is a common one, in as few reads as possible. If not, it runs the full checks, which raise or pass.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ _WHOLE = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, tor
 MASKS = (torch.bool, *_WHOLE, *FLOATS)
 
 
-def is_plain(tensor: Any) -> bool:
-    """A dense tensor of float16, bfloat16, float32 or float64."""
+def is_dense_float(tensor: Any) -> bool:
+    """Whether this is a dense tensor of float16, bfloat16, float32 or float64."""
     try:
         return tensor.dtype in FLOATS and tensor.layout is torch.strided and not tensor.is_nested
     except AttributeError:
         return False
 
 
-def fits(tensor: Any, shape: Sequence[int | torch.SymInt], device: torch.device) -> bool:
-    """Such a tensor of this shape and on this device."""
+def matches(tensor: Any, shape: Sequence[int | torch.SymInt], device: torch.device) -> bool:
+    """Whether this is a dense floating tensor of this shape on this device."""
     try:
         dense = tensor.layout is torch.strided
         return dense and tensor.shape == shape and tensor.dtype in FLOATS and tensor.device == device
-    except (AttributeError, RuntimeError):  # the last of nested tensors, which have no shape
+    except (AttributeError, RuntimeError):  # RuntimeError: nested tensors have no shape
         return False
 
 
-def require(function: str, **tensors: torch.Tensor | None) -> None:
-    """For a Triton default, which may be called where nothing is dispatched and no check has run: these tensors are there,
-    and the first is where a kernel can be launched."""
+def check_launchable(function: str, **tensors: torch.Tensor | None) -> None:
+    """Checks for a Triton default, which also runs when dispatch is off and the check was skipped: every tensor is given,
+    and kernels can be launched on the device of the first."""
     check_given(**tensors)
     name, tensor = next(iter(tensors.items()))
     assert tensor is not None
@@ -52,7 +51,7 @@ def require(function: str, **tensors: torch.Tensor | None) -> None:
 
 
 def check_floating(**tensors: torch.Tensor | None) -> None:
-    """Every argument given is a float16, bfloat16, float32 or float64 tensor, and all are on one device."""
+    """Each tensor that is not None is dense and float16, bfloat16, float32 or float64; all are on one device."""
     check_tensors(**tensors)
     for name, tensor in tensors.items():
         check_dense(name, tensor)
@@ -61,40 +60,40 @@ def check_floating(**tensors: torch.Tensor | None) -> None:
 
 
 def check_mask(name: str, mask: torch.Tensor | None) -> None:
-    """A dense mask is 0 for padding and anything else for steps, and none that is made to be added to scores."""
+    """A mask is bool or numbers from 0 on, 0 for padding. An additive mask, negative for padding, is refused."""
     if mask is None:
         return
     if mask.dtype not in MASKS:
         raise TypeError(f'{name} must be bool, whole numbers or float16, bfloat16, float32 or float64, got {mask.dtype}')
     if mask.dtype.is_signed and readable(mask) and bool((mask < 0).any()):
         raise ValueError(
-            f'{name} must be 1 for steps and 0 for padding, got negative numbers: of one that is added to scores, with -inf '
-            f'for padding, pass {name} == 0'
+            f'{name} must be 1 for steps and 0 for padding, got negative numbers; if this mask is added to scores, '
+            f'with -inf for padding, pass {name} == 0'
         )
 
 
 def check_shape(name: str, tensor: torch.Tensor | None, wanted: Sequence[int | torch.SymInt], meaning: str) -> None:
-    """A tensor that is given is dense and has the wanted shape."""
+    """A tensor that is not None is dense and has the wanted shape."""
     check_dense(name, tensor)
     if tensor is not None and tuple(tensor.shape) != tuple(wanted):
         raise ValueError(f'{name} must be {meaning} = {list(wanted)}, got {list(tensor.shape)}')
 
 
 def check_dims(name: str, tensor: torch.Tensor, least: int, meaning: str) -> None:
-    """A tensor has at least so many dimensions."""
+    """A tensor has at least `least` dimensions."""
     if tensor.dim() < least:
         raise ValueError(f'{name} must be {meaning}, got shape {list(tensor.shape)}')
 
 
 def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Two tensors have one shape and one dtype."""
+    """Two tensors have the same shape and dtype."""
     check_shape(name, tensor, other.shape, f'shaped like {other_name}')
     if tensor.dtype != other.dtype:
         raise TypeError(f'{name} must have the dtype of {other_name}, {other.dtype}, got {tensor.dtype}')
 
 
 def check_finite(name: str, value: Any) -> None:
-    """A number that is neither infinite nor NaN."""
+    """A number, neither infinite nor NaN."""
     if not is_number(value):
         raise TypeError(f'{name} must be a number, got {type(value).__name__}')
     check_64_bits(name, value)
@@ -103,21 +102,21 @@ def check_finite(name: str, value: Any) -> None:
 
 
 def check_int(name: str, value: object) -> None:
-    """A whole number, and not one as a float or bool."""
+    """An int, not a float or bool."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f'{name} must be an int, got {type(value).__name__}')
     check_64_bits(name, value)
 
 
 def check_eps(eps: float, name: str = 'eps') -> None:
-    """A small number that is added under a square root."""
+    """A finite number that is at least 0."""
     check_finite(name, eps)
     if not eps >= 0:
         raise ValueError(f'{name} must be at least 0, got {eps}')
 
 
 def check_sizes(**sizes: object) -> None:
-    """Whole numbers from 1 on."""
+    """Ints from 1 on."""
     for name, size in sizes.items():
         check_int(name, size)
         if not size >= 1:  # type: ignore[operator]
@@ -125,7 +124,7 @@ def check_sizes(**sizes: object) -> None:
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor may share memory: not where each stride is longer than the smaller ones reach."""
+    """Whether elements of a tensor may share memory. They cannot if each stride exceeds the span of all smaller strides."""
     if tensor.is_contiguous():
         return False
     dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
@@ -137,13 +136,13 @@ def shares_memory(tensor: torch.Tensor) -> bool:
 
 
 def check_written(name: str, tensor: torch.Tensor) -> None:
-    """No two elements of a tensor that is written into share memory."""
+    """No two elements of a tensor that will be written share memory."""
     if shares_memory(tensor):
         raise ValueError(f'{name} is written into, but elements share memory, strides {tensor.stride()}: clone() it')
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    """A value is one of a few."""
+    """A value is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f'{name} must be one of {list(allowed)}, got {value!r}')
 
@@ -154,7 +153,7 @@ def under_autocast(tensor: torch.Tensor) -> bool:
 
 
 def check_weights(x: torch.Tensor, **weights: torch.Tensor | None) -> None:
-    """What x is multiplied by, and what is added, has the dtype of x, or under autocast another that it casts."""
+    """Weights have the dtype of x. Under autocast they may differ, unless one is float64, which autocast does not cast."""
     for name, tensor in weights.items():
         if tensor is None or tensor.dtype == x.dtype:
             continue

@@ -1,4 +1,4 @@
-"""What the Triton defaults of the modules need."""
+"""What the Triton defaults of the modules can run on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fla.backends import runs_on_triton
 
 
 def on_triton(*names: str, gradient: bool = True) -> type[runs_on_triton]:
-    """A GPU or Triton's interpreter; float64 in any of these arguments is for the reference: kernels compute in float32."""
+    """Requires a GPU or Triton's interpreter, and no float64 in the named arguments: the kernels compute in float32."""
 
     class OnTriton(runs_on_triton):
         dtypes = dict.fromkeys(names, (torch.float16, torch.bfloat16, torch.float32))

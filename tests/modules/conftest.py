@@ -1,4 +1,4 @@
-"""What every test of the modules needs."""
+"""Fixtures of every test of the modules."""
 
 import itertools
 

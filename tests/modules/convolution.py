@@ -5,14 +5,14 @@ import itertools
 
 import torch
 
-from fla.modules.convolution import causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d_update
 from tests import bounds
 
 from .oracle import served_by
 
 
 def convolved(x, weight, bias=None, residual=None, initial_state=None, activation=None, cu_seqlens=None, **_):
-    """y and the last W steps, sequence by sequence, in the dtype of the arguments."""
+    """y and the last W steps, computed for each sequence, in the dtype of the arguments."""
     width = weight.shape[1]
     pieces = list(x) if cu_seqlens is None else [x[0, a:b] for a, b in itertools.pairwise(cu_seqlens.tolist())]
     ys, states = [], []
@@ -27,7 +27,7 @@ def convolved(x, weight, bias=None, residual=None, initial_state=None, activatio
     return y if residual is None else y + residual, torch.stack(states)
 
 
-# shape of x, of N sequences, D channels; W; what is given; the activation
+# shape of x for N sequences and D channels; W; the optional arguments; the activation
 UPDATES = {
     'everything': ('n d', 4, 'bias residual', 'silu'),
     'no bias': ('n 1 d', 4, 'residual', 'swish'),
@@ -43,7 +43,7 @@ UPDATES = {
 
 
 def check_update(case, count, channels, dtype, device):
-    """Two steps: y within its bound of float64, and the cache exactly moved on."""
+    """Two steps: y is within its bound of float64, and the cache is shifted exactly."""
     shape, width, given, activation = UPDATES[case]
     generator = torch.Generator().manual_seed(3)
 
@@ -67,5 +67,5 @@ def check_update(case, count, channels, dtype, device):
         assert after is cache
         assert (y.shape, y.dtype) == (x.shape, dtype)
         assert bounds.relative_rms(expected.reshape(sizes), y) <= bounds.of_convolution(dtype)
-        # the sum saw x, the cache has x as it rounds it
+        # the sum uses x itself, the cache x in its own dtype
         assert torch.equal(cache, state.to(cache_dtype))

@@ -1,4 +1,4 @@
-"""What the modules' tests on a GPU share."""
+"""Helpers of the modules' GPU tests."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from .oracle import error, served_by
 
 
 def gpu_tensor(*shape, dtype, grad=False, seed=0, device='cuda'):
-    """Normal numbers of a GPU."""
+    """A tensor of normal random numbers on the GPU."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(*shape, generator=generator, device=device).to(dtype).requires_grad_(grad)
 
 
 def compare(function, oracle, arguments, bound, **options):
-    """Output and gradients of the default, of tensors and None, against an oracle in float64."""
+    """Output and gradients of the default against an oracle in float64; arguments are tensors or None."""
     exact = [None if x is None else x.detach().double().requires_grad_() for x in arguments]
     leaves = [x for x in arguments if x is not None and x.requires_grad]
     with trace() as recorded:
@@ -33,7 +33,7 @@ def compare(function, oracle, arguments, bound, **options):
 
 
 def captured_equals_eager(function, arguments):
-    """A CUDA graph, captured on a stream of its own and replayed on other numbers, gives what a call gives."""
+    """A CUDA graph, captured on its own stream and replayed on other numbers, gives the results of a call."""
     function(*arguments)  # compiles
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -62,7 +62,7 @@ def gradients(loss, weights, inputs):
     return torch.autograd.grad((loss.double() * weights.to(loss.device)).sum(), inputs)
 
 
-# options of the linear loss; `ignored` is a class that some rows then have as `ignore_index`
+# options of the linear loss; `ignored` is a class that is `ignore_index` for some rows
 LINEAR = {
     'plain': {},
     'smoothed': {'label_smoothing': 0.1},
@@ -82,10 +82,10 @@ LINEAR = {
 
 
 def cut_finely(monkeypatch):
-    """Few rows go through chunks, as many would."""
-    losses = pytest.importorskip('fla.modules.kernels.losses')
+    """Makes few rows go through chunks, like many."""
+    losses = pytest.importorskip('fla.modules.kernels.linear_cross_entropy')
     monkeypatch.setattr(losses, 'least_rows', lambda D: 1)
-    # nor are logits of one row kept
+    # and the logits of one row are not saved
     monkeypatch.setattr(losses, 'takes_eager_path', lambda *tensors: False)
 
 
@@ -105,7 +105,7 @@ def check_linear(options, rows, D, V, dtype, device, bias=True):
     expected = linear_oracle(exact[0], target, *exact[1:], **options)
     bound = bounds.of_linear_loss(dtype, 2.3)
     assert error(expected, loss) <= bound
-    # so large that gradients of a half precision logit do not vanish
+    # large enough that gradients of half-precision logits do not underflow
     weights = torch.linspace(1, 2, loss.numel()).double().reshape(loss.shape) * (512 if loss.dim() == 0 else 8)
     for wanted, got in zip(gradients(expected, weights, exact), gradients(loss, weights, given), strict=True):
         assert got.dtype == dtype

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from fla.backends import trace, use_backend
-from fla.modules.fused_norm_gate import rms_norm_gated
-from fla.modules.l2norm import l2norm
-from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.norm.fused_norm_gate import rms_norm_gated
+from fla.modules.norm.l2norm import l2norm
+from fla.modules.norm.layernorm import group_norm, layer_norm, rms_norm
 from tests import bounds
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# name -> function, options; every kind, activation and output of the kernels
+# name -> function, options; covers every kind, activation and output of the kernels
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     'rms': (rms_norm, {}),
     'rms prenorm': (rms_norm, {'prenorm': True}),
@@ -58,7 +58,7 @@ def oracle(
     prenorm=False,
     **_,
 ) -> tuple[torch.Tensor, ...]:
-    """The definition, of nothing that is the package's, in the dtype of the arguments."""
+    """The definition in plain PyTorch, in the dtype of the arguments."""
     function = KINDS[kind][0]
     eps = (1e-6 if function in (l2norm, rms_norm_gated) else 1e-5) if eps is None else eps
     total = x if residual is None else x + residual
@@ -77,7 +77,7 @@ def oracle(
 
 
 def call(kind: str, tensors: dict[str, torch.Tensor], backend: str = 'default', **more) -> tuple[torch.Tensor, ...]:
-    """The results, from that backend and no other."""
+    """The results of this backend; fails if another one serves."""
     function, options = KINDS[kind]
     if function is not l2norm:
         tensors = {'weight': None, **tensors}
@@ -88,7 +88,7 @@ def call(kind: str, tensors: dict[str, torch.Tensor], backend: str = 'default', 
 
 
 def upstream(results: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Gradients of some results, the same on every device."""
+    """Incoming gradients, the same on every device."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(x.shape, generator=generator).to(x) for x in results]
 
@@ -103,7 +103,7 @@ def everything(kind: str, tensors: dict[str, torch.Tensor], backend: str = 'defa
 
 
 def exact(kind: str, tensors: dict[str, torch.Tensor], like: dict[str, torch.Tensor], **more) -> dict[str, torch.Tensor]:
-    """The same in float64, for upstream gradients rounded as those of `like`."""
+    """The same in float64, for incoming gradients rounded like those of `like`."""
     leaves = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
     results = oracle(kind, **leaves, **(KINDS[kind][1] | more))
     rounded = upstream(tuple(like[name] for name in ('y', 'total') if name in like))
@@ -113,7 +113,7 @@ def exact(kind: str, tensors: dict[str, torch.Tensor], like: dict[str, torch.Ten
 
 
 def check(kind: str, tensors: dict[str, torch.Tensor], backend: str = 'default', **more) -> None:
-    """Every result and gradient is within the bound of the narrowest dtype of the call, and of its own dtype and shape."""
+    """Checks dtype and shape of every result and gradient, and the bound of the call's narrowest dtype."""
     found = everything(kind, tensors, backend, **more)
     right = exact(kind, tensors, found, **more)
     narrowest = max((x.dtype for x in (*tensors.values(), found['y'])), key=bounds.of_norm)

@@ -20,10 +20,10 @@ def error(expected, got):
     return float((expected - got).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-30))
 
 
-# of the tensors that a test makes; begun anew with each, so that its numbers do not depend on what ran before
+# for the tensors of a test; seeded anew for each, so that its numbers do not depend on earlier tests
 seeds = itertools.count()
 
-# of what gradients are weighted with, which must not be an argument again: a gradient may then be nothing but rounding
+# for incoming gradients; if they equalled an argument, a gradient could be only rounding error
 WEIGHTS = 1_000_000
 
 
@@ -47,13 +47,13 @@ def opcheck(kernel, *arguments):
 
 @contextlib.contextmanager
 def differentiating():
-    """For a stand-in that asks autograd, which inside an operator records nothing."""
+    """Enables autograd, which is off inside an operator, for a stand-in that needs it."""
     with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(*EAGER):
         yield
 
 
 def check(function, oracle, arguments, bound, **options):
-    """Outputs and gradients of `function` of tensors against those of `oracle` of the same values in float64.
+    """Outputs and gradients of `function` against those of `oracle` for the same values in float64.
 
     `arguments`: name → tensor. Both give a tensor or a tuple of tensors and None.
     """
@@ -77,7 +77,7 @@ def check(function, oracle, arguments, bound, **options):
 
 @contextlib.contextmanager
 def served_by(backend):
-    """Whatever is dispatched is served by that backend, and something is: others give the same numbers. Also a decorator."""
+    """Asserts that this backend serves all dispatched calls, and at least one. Also a decorator."""
     with trace() as recorded:
         yield
     assert {record.backend for record in recorded} == {backend}

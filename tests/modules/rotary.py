@@ -6,7 +6,7 @@ import torch
 
 
 def rotated(x, cos, sin, interleaved=False, seqlen_offsets=0, cu_seqlens=None, **_):
-    """Pairs of channels as complex numbers, times those of the tables' rows, in float64."""
+    """Multiplies pairs of channels, as complex numbers, by those of the tables, in float64."""
     B, T = x.shape[:2]
     lengths = [T] * B if cu_seqlens is None else [b - a for a, b in itertools.pairwise(cu_seqlens.tolist())]
     offsets = seqlen_offsets.tolist() if isinstance(seqlen_offsets, torch.Tensor) else [seqlen_offsets] * len(lengths)

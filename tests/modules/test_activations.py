@@ -25,7 +25,7 @@ def test_against_the_formula(dtype):
         swiglu_linear,
         lambda x, y, weight, bias: oracle(x, y) @ weight.T + bias,
         {'x': x, 'y': y, 'weight': weight, 'bias': bias},
-        # the product is rounded before the linear map, as its input
+        # the product is rounded as the input of the linear map
         bounds.of_rounded_input(dtype),
     )
 
@@ -48,7 +48,7 @@ def test_linear_under_autocast():
 
 @pytest.mark.parametrize('name', ['weight', 'bias', 'x'])
 def test_autocast_does_not_cast_float64(name):
-    """Alone it is all right; beside another dtype it is refused by name."""
+    """float64 is accepted alone, and refused by name with another dtype."""
     made = {'x': torch.randn(3, 6), 'weight': torch.randn(5, 6), 'bias': torch.randn(5)}
     given, target = {**made, name: made[name].double()}, torch.tensor([0, 4, 2])
     wide = {n: one.double() for n, one in made.items()}

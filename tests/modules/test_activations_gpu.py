@@ -57,7 +57,7 @@ def test_strided_and_broadcast(view):
     compare(swiglu_linear, linear, (x, y, weight, None), bounds.of_sums(torch.bfloat16))
 
 
-# not float32 with the longest sums, whose own rounding is more than the bound of a kernel before them
+# not float32 with the longest sums, whose rounding exceeds the bound
 @pytest.mark.parametrize(
     ('out', 'D', 'dtype'),
     [
@@ -69,7 +69,7 @@ def test_strided_and_broadcast(view):
 def test_linear(out, D, dtype):
     x, y = (gpu_tensor(5, D, dtype=dtype, grad=True, seed=seed) for seed in (0, 1))
     weight, bias = gpu_tensor(out, D, dtype=dtype, grad=True, seed=2), gpu_tensor(out, dtype=dtype, grad=True, seed=3)
-    # operands are rounded, and so is what comes back through the weight
+    # operands are rounded, and so is the gradient of the activation
     compare(swiglu_linear, linear, (x, y, weight, bias), bounds.of_sums(dtype))
 
 

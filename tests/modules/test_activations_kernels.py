@@ -29,7 +29,7 @@ def linear(x, y, weight, bias):
 
 
 def against(function, oracle, arguments, bound):
-    """Output and gradients of the default against float64; the gradient of the output is as rounded as the output."""
+    """Output and gradients of the default against float64; the incoming gradient is rounded like the output."""
     exact = [None if x is None else x.detach().double().requires_grad_() for x in arguments]
     expected = oracle(*exact)
     with trace() as recorded:
@@ -68,7 +68,7 @@ def test_silu_and_mul(shape, dtype):
 def test_swiglu_linear(bias, dtype):
     x, y = (tensor(2, 3, 40, dtype=dtype, grad=True) for _ in range(2))
     weight, b = tensor(7, 40, dtype=dtype, grad=True), tensor(7, dtype=dtype, grad=True) if bias else None
-    # the activation is rounded before the product, and what comes back through the weight before the gradients
+    # the activation is rounded before the product, and the gradient of the activation before those of x and y
     against(swiglu_linear, linear, (x, y, weight, b), bounds.of_sums(dtype))
 
 
@@ -110,7 +110,7 @@ def test_strides_of_halves(view):
 @pytest.mark.interpreted
 @served_by('default')
 def test_strides():
-    """Rows apart, columns apart, broadcast; nothing is copied for the first and the last."""
+    """Strided rows, strided columns, broadcast; the first and the last need no copy."""
     packed = tensor(2, 3, 50, dtype=torch.float32, grad=True)
     bound = bounds.elementwise(torch.float32)
     views = {
@@ -153,7 +153,7 @@ def test_strides_of_the_gradient():
 @pytest.mark.interpreted
 @served_by('default')
 def test_large_values():
-    """silu goes to 0 and to x, without infinities in between."""
+    """silu tends to 0 and to x, without infinite intermediates."""
     x = torch.tensor([-1e4, -100.0, -88.0, 0.0, 88.0, 100.0, 1e4], requires_grad=True)
     y = torch.ones(7, requires_grad=True)
     z = swiglu(x, y)
@@ -222,7 +222,7 @@ def test_linear_under_autocast(dtype):
 @pytest.mark.interpreted
 @served_by('default')
 def test_backward_of_float32_within_autocast():
-    """What was computed in float32 has its gradients in float32."""
+    """float32 arguments have float32 gradients."""
     leaves = [tensor(*shape, dtype=torch.float32, grad=True) for shape in ((3, 6), (3, 6), (5, 6))]
     o = swiglu_linear(*leaves, None)
     outside = torch.autograd.grad(o.sum(), leaves, retain_graph=True)
@@ -275,7 +275,7 @@ def test_operators_and_compiled_callers():
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_compiles(capability):
-    """Without a spill; in accesses of 16 bytes where rows begin at multiples of that."""
+    """No spills, and 16-byte accesses for aligned rows."""
     from fla.modules.kernels.activations import _launch_backward, _launch_forward
 
     with compile_only(capability) as compiled:

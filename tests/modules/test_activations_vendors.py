@@ -37,7 +37,7 @@ def swiglu_forward(a, b):
 
 
 def swiglu_backward(a, b, dc):
-    """Writes over what it is given, as the package does."""
+    """Overwrites its arguments, as the package does."""
     assert dc.is_contiguous()
     exact = [one.detach().double().requires_grad_() for one in (a, b)]
     with differentiating():
@@ -46,7 +46,7 @@ def swiglu_backward(a, b, dc):
 
 
 def rope_forward(q, k, cos, sin):
-    """In place, on a transposed view."""
+    """Rotates a transposed view in place."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     assert q.is_contiguous()
     assert k.shape == (*q.shape[:2], 1, q.shape[3])
@@ -105,7 +105,7 @@ def module_of(monkeypatch, name):
 
 @pytest.fixture
 def package(monkeypatch, tmp_path):
-    """Installs the stand-in for a backend's package, and switches the backend on; the machine has an H100."""
+    """Installs the stand-in for a backend's package and enables the backend; the machine seems to have an H100."""
 
     def make(backend):
         (module, distribution, version), contents = PACKAGES[backend]
@@ -131,14 +131,14 @@ def package(monkeypatch, tmp_path):
 
 
 def rotary(dtype=BF16, shape=(2, 5, 3, 64), half=None, table=FP32, rows=9, **changes):
-    """Arguments that both packages serve, unless they are changed."""
+    """Arguments that both packages take, with changes."""
     half = shape[3] // 2 if half is None else half
     made = {'x': tensor(*shape, dtype=dtype), 'cos': tensor(rows, half, dtype=table), 'sin': tensor(rows, half, dtype=table)}
     return {**made, **changes}
 
 
 def reason(backend, function, arguments):
-    """Why a backend does not serve a call; another one does."""
+    """The reason why a backend does not serve a call; another one does."""
     decision = explain(function, **fakes(arguments))
     assert decision.winner != backend
     assert decision[backend].verdict == 'rejected'
@@ -177,7 +177,7 @@ def test_rotary_served(package, backend, inplace):
 
 
 def test_numbers_of_swiglu(package):
-    """Strided, and twice: the package writes its gradients over copies."""
+    """Strided arguments, and two backward passes: the package overwrites only copies."""
     package('liger')
     x, y = tensor(6, 2, 5, dtype=FP32).permute(1, 2, 0), tensor(2, 5, 12, dtype=FP32)[..., ::2]
     dz = torch.ones(1, 1, 1).expand(2, 5, 6)
@@ -232,7 +232,7 @@ def test_numbers_of_flashinfer_rotary(package, offsets, packed, interleaved):
 
 @pytest.mark.parametrize('inplace', [False, True])
 def test_gradients_of_the_operators_of_liger(inplace):
-    """Through the backend, as compiled code calls it."""
+    """Called through the backend, as in compiled code."""
     x, y = (tensor(2, 6, dtype=FP32).to('meta').requires_grad_() for _ in range(2))
     for one in torch.autograd.grad(LigerBackend().swiglu(x, y).sum(), (x, y)):
         assert (one.shape, one.dtype) == (x.shape, x.dtype)
@@ -356,7 +356,7 @@ def test_what_is_nobodys():
 
 @pytest.mark.gpu
 def test_liger_itself(monkeypatch):
-    """Numbers of the real package, forward and backward, by our bounds."""
+    """Forward and backward of the real package, within our bounds."""
     pytest.importorskip('liger_kernel')
     monkeypatch.setenv('FLA_LIGER', '1')
     x, y, dz = (tensor(33, 1000, dtype=FP32).cuda() for _ in range(3))
@@ -400,7 +400,7 @@ def rotary_itself(backend, backward):
 
 
 def test_a_failure_in_place_is_not_tried_elsewhere(package, monkeypatch):
-    """Half of x may be rotated already."""
+    """x may be partly rotated already."""
     package('liger')
 
     def fails(q, k, cos, sin):

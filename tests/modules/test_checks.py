@@ -1,4 +1,4 @@
-"""Calls whose checks decode steps wait for: a usual one is looked at in few reads, and that changes no verdict."""
+"""Checks that decode steps wait for: a common call is checked in few reads, with the same verdict as by the full checks."""
 
 import itertools
 import math
@@ -6,7 +6,11 @@ import math
 import pytest
 import torch
 
-from fla.modules import RotaryEmbedding, activations, checks, convolution, fused_norm_gate, layernorm, rotary
+from fla.modules import RotaryEmbedding, checks
+from fla.modules.activations import ops as activations
+from fla.modules.causal_conv1d import ops as convolution
+from fla.modules.norm import fused_norm_gate, layernorm
+from fla.modules.rotary import ops as rotary
 from fla.ops.attn import checks as attention
 
 ONES = torch.ones
@@ -15,7 +19,7 @@ NORM = {'x': ONES(2, 3, 4), 'weight': ONES(4), 'bias': ONES(4), 'residual': ONES
 TURN = {'cos': ONES(9, 4), 'sin': ONES(9, 4), 'inplace': False, 'cu_seqlens': None, 'check_values': False}
 ATTENTION = {'g': None, 'scale': 0.5, 'cu_seqlens': None, 'chunk_indices': None, 'sink_bias': None, 'check_values': False}
 
-# usual calls, of which at least one of many others is as well: check, arguments
+# common calls, some of whose variants are valid too: check, arguments
 USUAL = {
     'norm': (layernorm.check_norm, NORM),
     'gated norm': (fused_norm_gate._check, {**NORM, 'g': ONES(2, 3, 4), 'activation': 'sigmoid'}),
@@ -61,7 +65,7 @@ VALUES = [
 
 
 def others(value):
-    """What may stand in the place of an argument; of a tensor views and copies, in one order."""
+    """Replacements of an argument; for a tensor, views and copies, in a fixed order."""
     if not isinstance(value, torch.Tensor):
         return VALUES
     views = [
@@ -87,12 +91,12 @@ def verdict(check, arguments):
 
 @pytest.fixture
 def one_by_one(monkeypatch):
-    """As if no call were usual."""
+    """A function that makes every call take the full checks."""
 
     def switch():
         for module in (activations, convolution, layernorm, rotary):
-            monkeypatch.setattr(module, 'is_plain', lambda tensor: False)
-        monkeypatch.setattr(attention, '_are_plain', lambda q, k, v: False)
+            monkeypatch.setattr(module, 'is_dense_float', lambda tensor: False)
+        monkeypatch.setattr(attention, '_is_common_case', lambda q, k, v: False)
 
     return switch
 

@@ -7,7 +7,7 @@ import torch
 
 from fla.backends import trace
 from fla.modules import ShortConvolution
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from tests import bounds
 from tests.tables import table
 
@@ -64,7 +64,7 @@ def test_against_the_formula(dtype, packed, width):
     }
     arguments = {name: tensor(*shape, dtype=dtype) for name, shape in shapes.items()}
     if width == 1:
-        del arguments['initial_state']  # nothing depends on it, and it has no gradient
+        del arguments['initial_state']  # unused without steps, so it has no gradient
     options = {'activation': 'silu', 'cu_seqlens': CU if packed else None, 'output_final_state': True}
     y, final = check(causal_conv1d, oracle, arguments, bounds.of_module(dtype), **options)
     assert y.dtype == final.dtype == dtype
@@ -73,7 +73,7 @@ def test_against_the_formula(dtype, packed, width):
 
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 def test_narrow_gradients_are_rounded_once(packed):
-    """And not after each tap."""
+    """Not after each tap."""
     x, weight = tensor(1, 64, 32, dtype=torch.bfloat16).requires_grad_(), tensor(32, 4, dtype=torch.bfloat16)
     options = {'cu_seqlens': torch.tensor([0, 64])} if packed else {}
     y, _ = causal_conv1d(x, weight, **options)
@@ -176,7 +176,7 @@ def test_layer():
     y, none = layer(x)
     assert none is None
     assert error(oracle(x, weight, bias, activation='silu')[0], y) <= bounds.TWO_ORACLES
-    # in pieces: several steps, one step, several steps
+    # in parts: several steps, one step, several steps
     state, pieces = None, []
     for a, b in ((0, 3), (3, 4), (4, 5), (5, 9)):
         before = state
@@ -186,7 +186,7 @@ def test_layer():
     assert error(y, torch.cat(pieces, 1)) <= bounds.TWO_ORACLES
     assert error(oracle(x, weight, bias)[1], state) <= bounds.TWO_ORACLES
 
-    # padding counts as zero, whatever it holds
+    # padding counts as zero, whatever values it has
     padded = x.detach().clone()
     padded[0, 0], padded[0, 1] = float('nan'), float('inf')
     mask = torch.ones(2, 9)
@@ -219,7 +219,7 @@ def test_packed_sequences_leave_the_cache(output, lens, grad):
 
 @pytest.mark.parametrize('grad', [False, True], ids=['no grad', 'grad'])
 def test_a_learnt_state_is_not_written(grad):
-    """One step changes a cache in place, but no parameter, with gradients or without."""
+    """One step updates a cache in place, but never a parameter, with or without gradients."""
     layer, x, learnt = ShortConvolution(6, 4).double(), tensor(3, 1, 6), torch.nn.Parameter(tensor(3, 6, 4))
     before = learnt.detach().clone()
     with torch.set_grad_enabled(grad):
@@ -241,7 +241,7 @@ def test_a_learnt_state_is_not_written(grad):
 @pytest.mark.parametrize(
     ('learnt', 'rows', 'stored', 'view'),
     [
-        # one row of what is not learnt is a cache like any other
+        # one row of a tensor that is no parameter is an ordinary cache
         pytest.param(False, 3, (1, 6, 4), lambda state, rows: state.expand(rows, 6, 4), id='not learnt'),
         *(
             pytest.param(True, rows, stored, view, id=f'{name}, {rows}')
@@ -256,7 +256,7 @@ def test_a_learnt_state_is_not_written(grad):
     ],
 )
 def test_an_initial_state_of_a_batch_is_not_written(learnt, stored, view, rows, grad, compiled):
-    """Nor may it be for one row alone: what is learnt stays, and a step is what it is in a longer call."""
+    """Also for one row: a parameter is not modified, and a step gives the same as in a longer call."""
     layer, x = ShortConvolution(6, 4).double(), tensor(rows, 1, 6)
     state = torch.nn.Parameter(tensor(*stored), requires_grad=learnt)
     before = state.detach().clone()
@@ -268,7 +268,7 @@ def test_an_initial_state_of_a_batch_is_not_written(learnt, stored, view, rows, 
         y, after = step(x, state)
         expected, final = oracle(x, layer.weight[:, 0], None, None, view(state, rows), 'silu')
         if compiled:
-            torch._dynamo.reset()  # of each case another variant
+            torch._dynamo.reset()  # each case is another variant
             y, after = torch.compile(step, fullgraph=True, backend='aot_eager')(x, state)
     assert recorded.last_backend('modules.causal_conv1d') == 'reference'
     assert torch.equal(state, before)
@@ -280,7 +280,7 @@ def test_an_initial_state_of_a_batch_is_not_written(learnt, stored, view, rows, 
 
 
 def test_a_cache_made_in_inference_mode():
-    """Is stepped without gradients outside of it, too."""
+    """A cache made in inference mode can also be stepped outside of it, without gradients."""
     layer, x = ShortConvolution(6, 4).double(), tensor(3, 1, 6)
     with torch.inference_mode():
         cache = tensor(3, 6, 4)

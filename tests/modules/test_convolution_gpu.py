@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip('triton')
 from fla.backends import trace
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from tests import bounds
 
 from .convolution import UPDATES, check_update, convolved
@@ -35,13 +35,13 @@ def case(batch, length, channels, width, count, dtype, device='cuda'):
 
 
 def compare(arguments, **options):
-    """With the definition, in float64."""
+    """The definition in float64."""
     given = {n: t.clone().requires_grad_() for n, t in arguments.items()}
     exact = {n: t.double().requires_grad_() for n, t in arguments.items()}
     results = []
     for inputs, call in ((given, lambda **o: on_triton(causal_conv1d, **o)), (exact, convolved)):
         y, final = call(**inputs, **options)
-        # gradients of the results that every dtype holds exactly
+        # incoming gradients that every dtype holds exactly
         generator = torch.Generator(y.device).manual_seed(1)
         results_of = [y] if final is None or not options.get('output_final_state') else [y, final]
         weights = [torch.randint(-8, 9, o.shape, device=o.device, generator=generator).to(o) for o in results_of]

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip('triton')
 from fla.backends import trace
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from fla.modules.kernels import convolution_backward, convolution_forward, convolution_step
 from fla.modules.kernels.convolution_backward import launch_backward
 from fla.modules.kernels.convolution_forward import launch_forward
@@ -28,7 +28,7 @@ def on_triton(function, *args, **options):
 
 
 def against_the_formula(arguments, bounds_of, **options):
-    """y, the final state and all gradients, of one loss that weighs both results."""
+    """Checks y, the final state and all gradients of one loss of both results."""
     results = []
     for call, wide in ((causal_conv1d, False), (oracle, True)):
         given = {n: (t.detach().double() if wide else t.detach()).requires_grad_() for n, t in arguments.items()}
@@ -72,7 +72,7 @@ def tensors(batch, length, channels, width, count, dtype, *, every=True):
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 def test_everything(packed, width, dtype):
     cu = torch.tensor([0, 0, 1, 4, 37, 39, 50, 50]) if packed else None
-    batch, length, count = (1, 50, 7) if packed else (2, 40, 2)  # steps of two tiles of the backward
+    batch, length, count = (1, 50, 7) if packed else (2, 40, 2)  # two tiles of the backward
     arguments = tensors(batch, length, 5, width, count, dtype)
     y, final = against_the_formula(arguments, bound, activation='silu', cu_seqlens=cu, output_final_state=True)
     assert y.dtype == final.dtype == dtype
@@ -82,7 +82,7 @@ def test_everything(packed, width, dtype):
 @pytest.mark.interpreted
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 def test_many_tiles(monkeypatch, packed):
-    """Those that walk further, forward too."""
+    """The longer tiles for many numbers, forward and backward."""
     monkeypatch.setattr(convolution_backward, 'MANY_NUMBERS', 0)
     monkeypatch.setattr(convolution_forward, 'MANY_NUMBERS', 0)
     cu = torch.tensor([0, 0, 1, 4, 140, 270, 270]) if packed else None
@@ -169,7 +169,7 @@ def test_broadcast_gradient():
 @pytest.mark.interpreted
 @served_by('default')
 def test_no_neighbour_is_seen():
-    """Infinite steps reach nobody in another sequence, in either direction."""
+    """Infinite values do not reach another sequence, in either direction."""
     cu, x = torch.tensor([0, 5, 9, 20]), torch.randn(1, 20, 3)
     x[0, 5:9] = float('inf')
     x.requires_grad_()
@@ -197,7 +197,7 @@ def test_bad_lengths_read_nothing_out_of_bounds(monkeypatch):
 
 @pytest.mark.interpreted
 def test_a_last_state_is_of_its_sequence(monkeypatch):
-    """Also where steps follow that are in none, as padding is."""
+    """Also with padding after the last sequence."""
     import fla.ops.checks as checks
 
     monkeypatch.setattr(checks, 'readable', lambda lens: False)  # as for lengths on a device
@@ -246,7 +246,7 @@ def test_updates_of_one(count, channels):
 @pytest.mark.interpreted
 @pytest.mark.parametrize('case', ['everything', 'eight taps', 'no residual', 'strided'])
 def test_updates_of_many(monkeypatch, case):
-    """Several sequences a program, and in the last one fewer."""
+    """A program takes several sequences, the last one fewer."""
     monkeypatch.setattr(convolution_step, 'MANY', 0)
     check_update(case, 6, 200, torch.bfloat16, 'cpu')
 
@@ -261,7 +261,7 @@ def test_activation_far_from_zero():
 
 @pytest.mark.interpreted
 def test_strided_lengths():
-    """They are read by their strides."""
+    """Weights with strides are read without a copy."""
     every_second = torch.tensor([0, 9, 2, 9, 6, 9])[::2]
     arguments = tensors(1, 6, 3, 4, 2, torch.float32)
     against_the_formula(arguments, bound, activation=None, cu_seqlens=every_second, output_final_state=True)
@@ -269,7 +269,7 @@ def test_strided_lengths():
 
 @pytest.mark.interpreted
 def test_who_serves():
-    """What the kernels do not take goes to the reference."""
+    """Calls that the kernels do not take go to the reference."""
     x, cache, weight = torch.randn(2, 3), torch.zeros(2, 3, 4), torch.randn(3, 4)
     wide, wide_cache = torch.randn(3, 9), torch.zeros(2, 3, 9)
     for name, shape in (('weight', (3, 4)), ('bias', (3,)), ('residual', (2, 5, 3)), ('initial_state', (2, 3, 4))):
@@ -335,9 +335,9 @@ def test_compiled():
 def test_compiles_in_float32(capability):
     x, weight = empty(2, 999, 1536, dtype=torch.float32), empty(1536, 4, dtype=torch.float32)
     with compile_only(capability) as compiled:
-        launch_forward(x, weight, None, None, None, None, False, True)
-        launch_backward(x, weight, None, None, None, True, x, None)
-        launch_update(x[:, 0], empty(2, 1536, 4, dtype=torch.float32), None, weight, None, True)
+        launch_forward(x, weight, None, None, None, False, 'silu', None)
+        launch_backward(x, weight, None, None, 'silu', None, x, None)
+        launch_update(x[:, 0], empty(2, 1536, 4, dtype=torch.float32), None, weight, None, 'silu')
     print(*compiled, sep='\n')
     assert all(one.spilled <= 64 for one in compiled)
 
@@ -345,13 +345,13 @@ def test_compiles_in_float32(capability):
 @pytest.mark.triton
 @pytest.mark.parametrize('dtype', KERNEL_DTYPES, ids=str)
 def test_a_step_moves_its_state_by_wide_accesses(dtype):
-    """16 bytes at a time, and each thread its own, unless a channel's are more."""
+    """16 bytes at a time, without exchange between threads, unless a channel has more."""
     widths = [width for width in (2, 4, 8) if width * dtype.itemsize <= 16]
     with compile_only((9, 0)) as compiled:
         for width in widths:
-            # that of the weight would be wide as well
+            # a strided weight, so that only the state has wide accesses
             weight = empty(256, 2 * width, dtype=dtype)[:, :width]
-            given = (empty(64, 256, width, dtype=dtype), None, weight, None, True)
+            given = (empty(64, 256, width, dtype=dtype), None, weight, None, 'silu')
             launch_update(empty(64, 256, dtype=dtype), *given)
     assert len(compiled) == len(widths)
     for one in compiled:
@@ -367,12 +367,12 @@ def empty(*shape, dtype=torch.bfloat16):
 
 @pytest.mark.triton
 def test_compiles_without_steps():
-    """The interpreter goes around what a program does not reach; a compiler does not."""
+    """The compiler also compiles branches that the interpreter does not reach."""
     with compile_only((9, 0)):
         for cu in (None, empty(3, dtype=torch.int32)):
             x, state = empty(2 if cu is None else 1, 0, 8), empty(2, 8, 3)
-            launch_forward(x, empty(8, 3), None, None, state, cu, True, True)
-            launch_backward(x, empty(8, 3), None, state, cu, True, x, state)
+            launch_forward(x, empty(8, 3), None, None, state, True, 'silu', cu)
+            launch_backward(x, empty(8, 3), None, state, 'silu', cu, x, state)
 
 
 @pytest.mark.pairwise
@@ -386,10 +386,10 @@ def test_compiles(capability, packed):
     state, bias = empty(3 if packed else 1, 1536, 4), empty(1536)
     with compile_only(capability) as compiled:
         for more in ((None, None), (bias, state)):
-            launch_forward(x, weight, more[0], None, more[1], cu, more[1] is not None, True)
-            launch_backward(x, weight, *more, cu, True, x, more[1])
+            launch_forward(x, weight, more[0], None, more[1], more[1] is not None, 'silu', cu)
+            launch_backward(x, weight, *more, 'silu', cu, x, more[1])
         if not packed:
-            launch_backward(x, empty(1536, 8), None, None, cu, True, x, None)
-        launch_update(x[:, 0], empty(1, 1536, 4), None, weight, None, True)
+            launch_backward(x, empty(1536, 8), None, None, 'silu', cu, x, None)
+        launch_update(x[:, 0], empty(1, 1536, 4), None, weight, None, 'silu')
     print(*compiled, sep='\n')
     assert all(one.spilled <= 64 for one in compiled)

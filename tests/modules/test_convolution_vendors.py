@@ -9,7 +9,7 @@ import torch
 from fla.backends import default_dispatcher, explain, use_backend
 from fla.modules.backends import causal_conv1d as backend
 from fla.modules.backends.causal_conv1d import CausalConv1dBackend
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from tests import bounds
 from tests.ops.vendors import BF16, FP32, H100, fakes, install, odd, on_16, pretend, ran, trust
 from tests.vendor_signatures import SIGNATURES
@@ -39,7 +39,7 @@ def causal_conv1d_fn(
     return y
 
 
-ALIGNED: list[bool] = []  # of gradients that the stand-in got
+ALIGNED: list[bool] = []  # whether each gradient was aligned when the stand-in got it
 
 
 def conv_update(x, conv_state, weight, bias, activation):
@@ -58,7 +58,7 @@ for name, stand_in in (('causal_conv1d_fn', causal_conv1d_fn), ('causal_conv1d_u
 
 @pytest.fixture
 def package(monkeypatch, tmp_path):
-    """The package, switched on, on an H100."""
+    """The backend for the package, enabled, seemingly on an H100."""
     functions = {'causal_conv1d_fn': causal_conv1d_fn, 'causal_conv1d_update': conv_update}
     install(monkeypatch, tmp_path, 'causal_conv1d', 'causal-conv1d', '1.5.0', **functions)
     monkeypatch.setenv('FLA_CAUSAL_CONV1D', '1')
@@ -103,7 +103,7 @@ STATE = torch.zeros(1, 8, 4, dtype=BF16)
         (causal_conv1d, {'width': 5}, 'filters have 2 to 4 steps, got W = 5'),
         (causal_conv1d, {'width': 1}, 'filters have 2 to 4 steps, got W = 1'),
         (causal_conv1d, {'channels': 12}, 'D must be a multiple of 8, got 12'),
-        (causal_conv1d, {'length': 0}, 'there are no steps'),
+        (causal_conv1d, {'length': 0}, 'x is empty'),
         (causal_conv1d, {'bias': torch.zeros(8)}, 'bias must have the dtype of weight'),
         (causal_conv1d, {'dtype': torch.float64}, "dtype of 'x' must be"),
         (causal_conv1d, HUGE, 'fewer than 2^31 elements, got 2147483648'),
@@ -124,7 +124,7 @@ STATE = torch.zeros(1, 8, 4, dtype=BF16)
         ),
         (causal_conv1d_update, {'width': 5}, 'filters have 2 to 4 steps, got W = 5'),
         (causal_conv1d_update, {'channels': 12}, 'D must be a multiple of 8, got 12'),
-        (causal_conv1d_update, {'count': 0}, 'there are no steps'),
+        (causal_conv1d_update, {'count': 0}, 'x is empty'),
         (causal_conv1d_update, {'cache': torch.zeros(3, 8, 4)}, 'the cache must have the dtype of x'),
         (causal_conv1d_update, {'residual': torch.zeros(3, 8, dtype=BF16)}, 'argument residual is not supported'),
     ],
@@ -152,19 +152,19 @@ def test_off_until_somebody_switches_it_on(package, monkeypatch):
 
 @pytest.mark.parametrize('packed', [False, True], ids=['equal', 'packed'])
 def test_numbers(package, packed):
-    """What is passed to the stand-in, in the form that it checks, and what comes back."""
+    """The arguments that the stand-in receives and checks, and the results."""
     cu = torch.tensor([0, 2, 2, 9]) if packed else None
     x, weight, bias = torch.randn(9, 8, 1).permute(2, 0, 1), torch.randn(4, 8).t(), torch.randn(8, 2)[:, 0]
     others = (torch.randn(8, 9, 1).permute(2, 1, 0), odd(x), odd(x.contiguous()), x[:, :1].expand(1, 9, 8))
     for given in (x, *others, torch.randn(1, 9, 16)[..., :8]):
         exact = [one.double().requires_grad_() for one in (given, weight, bias)]
         expected, _ = oracle(*exact, activation='silu', cu_seqlens=cu)
-        y = backend._forward(given, weight, bias, cu, True)
+        y = backend._forward(given, weight, bias, 'silu', cu)
         assert y.is_contiguous()
         assert bounds.relative_rms(expected.detach(), y) <= bounds.of_convolution(FP32)
         for dy in (odd(torch.randn(1, 9, 8)), torch.randn(9, 8, 1).permute(2, 0, 1)):
             ALIGNED.clear()
-            found = backend._backward(given, weight, bias, cu, True, dy, (True, False, True))
+            found = backend._backward(given, weight, bias, 'silu', cu, dy, (True, False, True))
             assert found[1] is None
             assert ALIGNED == [True]
             wanted = torch.autograd.grad(expected, exact, dy.double(), retain_graph=True)
@@ -175,10 +175,10 @@ def test_numbers(package, packed):
 @pytest.mark.parametrize('shape', [(1, 1, 8), (3, 1, 8)])
 @pytest.mark.parametrize('stride', [(1, 1, 1), (8, 0, 1), (1, 8, 1), (0, 3, 1)])
 def test_a_dimension_of_one_has_any_stride(package, shape, stride):
-    """Of packed sequences the package refuses what it cannot read otherwise."""
+    """The package refuses packed sequences in a layout that it cannot read."""
     x, weight = torch.randn(64).as_strided(shape, stride), torch.randn(8, 4)
     cu = torch.tensor([0, 1]) if shape[0] == 1 else None
-    y = backend._forward(x, weight, None, cu, True)
+    y = backend._forward(x, weight, None, 'silu', cu)
     assert bounds.relative_rms(oracle(x.double(), weight.double(), activation='silu')[0], y) <= bounds.of_convolution(FP32)
 
 
@@ -187,7 +187,7 @@ def test_numbers_of_a_step(package, shape):
     x, cache, weight, bias = torch.randn(3, 8), torch.randn(3, 8, 4), torch.randn(8, 4), torch.randn(1).expand(8)
     wide = (one.double() for one in (x[:, None], weight, bias))
     expected, state = oracle(*wide, initial_state=cache.double(), activation='silu')
-    y = backend._update(x.view(shape), cache, weight, bias, True)
+    y = backend._update(x.view(shape), cache, weight, bias, 'silu')
     assert bounds.relative_rms(expected.reshape(shape), y) <= bounds.of_convolution(FP32)
     assert torch.equal(cache, state.float())
 
@@ -196,10 +196,10 @@ def test_numbers_of_a_step(package, shape):
 def test_operators_keep_the_rules(package, packed):
     cu = torch.tensor([0, 2, 6]) if packed else None
     x, weight, bias = (one.requires_grad_() for one in (*tensors().values(), torch.randn(8).bfloat16()))
-    opcheck(backend._convolution, x, weight, bias, cu, True)
-    opcheck(backend._convolution, x, weight.detach(), None, cu, False)
+    opcheck(backend._convolution, x, weight, bias, 'silu', cu)
+    opcheck(backend._convolution, x, weight.detach(), None, None, cu)
     if not packed:
-        opcheck(backend._step, *step().values(), None, True)
+        opcheck(backend._step, *step().values(), None, 'silu')
 
 
 def test_the_operator_has_gradients():

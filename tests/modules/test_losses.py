@@ -57,7 +57,7 @@ def test_linear_against_the_definition(dtype, options, reduction):
 
 @pytest.mark.parametrize('row', [[1e20, 0.0], [-3.4e38, -3.4e38], [0.0, 2e19]], ids=str)
 def test_large_logits(row):
-    """Whose square float32 does not hold, and nobody asked for."""
+    """Its square overflows float32, but is not needed."""
     logits = torch.tensor([row], requires_grad=True)
     target = torch.tensor([1])
     losses, z_losses = cross_entropy_loss(logits, target)
@@ -71,7 +71,7 @@ def test_large_logits(row):
 
 @pytest.mark.parametrize('offset', [0.0, 1e4, -1e6])
 def test_gradients_of_large_z_losses(offset):
-    """Of a logarithm that float32 rounds, but not the probabilities."""
+    """The log-sum-exp is rounded in float32, the probabilities are not."""
     logits, target = (tensor(4, 50, dtype=torch.float32) + offset).requires_grad_(), torch.arange(4)
     exact = logits.detach().double().requires_grad_()
     losses, _ = cross_entropy_loss(logits, target, lse_square_scale=1e-4)
@@ -92,7 +92,7 @@ def test_differentiable_twice():
 
 
 def check_ignored_rows(backend):
-    """Whatever logits of rows that are not counted hold."""
+    """Any logits in ignored rows, infinite ones included."""
     logits = torch.tensor([[1.0, -2.0, 0.5], [float('inf'), 1.0, 2.0], [float('nan')] * 3, [-float('inf')] * 3])
     target = torch.tensor([1, -100, -100, -100])
     for options in (*OPTIONS.values(), {'lse_square_scale': 0.1}):
@@ -104,7 +104,7 @@ def check_ignored_rows(backend):
         assert losses[0] > 0
         assert given.grad[0].all()
         assert not any(one[1:].any() for one in (losses, z_losses, given.grad))
-    # the gradient of a mean over no losses is infinite, and nothing of that goes back
+    # the gradient of a mean over no losses is infinite, and must not reach the logits
     given = logits.clone().requires_grad_()
     with trace() as recorded:
         FusedCrossEntropyLoss()(given, torch.full((4,), -100)).backward()
@@ -238,7 +238,7 @@ BAD = [
     ),
     (lambda x, t: fused_linear_cross_entropy_loss(x, t, x, ignore_index=None), TypeError, 'ignore_index must be an int'),
     *(
-        # as an int32 this is 0
+        # truncated to int32 this is 0
         (lambda x, t, loss=loss: loss(x, t.int(), ignore_index=2**32), ValueError, 'ignore_index must be .*, torch.int32')
         for loss in (cross_entropy_loss, functools.partial(fused_linear_cross_entropy_loss, weight=torch.ones(4, 4)))
     ),
@@ -286,8 +286,8 @@ def test_bad_calls(call, kind, message):
 
 
 def check_targets_that_are_none(monkeypatch, backend):
-    """On a device nobody reads them: loss and gradient of the row are NaN, and nobody else's."""
-    import fla.modules.fused_cross_entropy as module
+    """Targets on a device are not read: only the loss and the gradient of the wrong row are NaN."""
+    import fla.modules.fused_cross_entropy.ops as module
 
     monkeypatch.setattr(module, 'readable', lambda target: False)
     target = torch.tensor([1, 4, -100, -1])
@@ -306,7 +306,7 @@ def test_targets_that_are_none(monkeypatch):
 
 
 def test_values_on_request(monkeypatch):
-    import fla.modules.fused_cross_entropy as module
+    import fla.modules.fused_cross_entropy.ops as module
 
     monkeypatch.setattr(module, 'readable', lambda target: False)  # as for targets on a device
     logits, target = torch.randn(2, 4), torch.tensor([1, 9])

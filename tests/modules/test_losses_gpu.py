@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=['kept', 'cut'])
 def logits_are(request, monkeypatch):
-    """Kept for the backward, as few rows' are, or cut into chunks."""
+    """The logits of few rows are saved for the backward; those of many are cut into chunks."""
     if request.param == 'cut':
         cut_finely(monkeypatch)
     return request.param
@@ -58,7 +58,7 @@ def test_cross_entropy(dtype, options, classes, ignore_index):
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 def test_in_place(dtype):
-    """The gradient by numbers, in the memory of the logits."""
+    """The gradient is right, and in the memory of the logits."""
     source, target = case(64, 50257, dtype)
     source.requires_grad_()
     exact = source.detach().double().requires_grad_()
@@ -139,7 +139,7 @@ def test_logits_of_a_chunk(rows):
     """Those of 1024 rows, and their gradient beside them, or of one chunk for both; and the weight's gradient, twice at the
     most. Numbers are right at sizes that nothing patches."""
     classes, D = 32000, 128
-    # cuBLAS keeps memory from its first product on
+    # cuBLAS allocates memory at its first product
     torch.mm(*torch.randn(2, 64, 64, device='cuda', dtype=torch.bfloat16))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -14,7 +14,7 @@ from fla.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss, Shor
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
 from fla.modules.kernels import cross_entropy as kernels
-from fla.modules.kernels import losses as linear
+from fla.modules.kernels import linear_cross_entropy as linear
 from fla.modules.kernels.cross_entropy import Options, launch_backward, launch_forward, reduced, scaled
 from tests import bounds
 from tests.triton_support.compile_only import compile_only
@@ -28,7 +28,7 @@ KERNEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=['kept', 'cut'])
 def logits_are(request, monkeypatch):
-    """Kept for the backward, as few rows' are, or cut into chunks."""
+    """The logits of few rows are saved for the backward; those of many are cut into chunks."""
     if request.param == 'cut':
         cut_finely(monkeypatch)
     return request.param
@@ -60,7 +60,7 @@ def test_cross_entropy(dtype, options, classes):
     weights = torch.linspace(1, 2, 4).double()
     (got,), (wanted,) = gradients(losses, weights, given), gradients(expected, weights, exact)
     assert (got.dtype, got.shape) == (dtype, logits.shape)
-    # with one class what is left is nothing but rounding
+    # with one class only rounding error is left
     floor = float(weights.square().mean().sqrt()) * (bounds.ONE_CLASS if classes == 1 else 0)
     assert bounds.relative_rms(wanted, got, floor) <= bounds.of_reference(dtype)[0]
     assert not got[1].any()
@@ -68,7 +68,7 @@ def test_cross_entropy(dtype, options, classes):
 
 @pytest.mark.interpreted
 def test_large_logits():
-    """What is kept for the backward is not the rounded log of a sum."""
+    """The backward does not use the rounded log-sum-exp."""
     logits = (torch.randn(4, 50) * 10 - 3000).requires_grad_()
     target, exact = targets(4, 50), logits.detach().double().requires_grad_()
     losses, expected = on_triton(cross_entropy_loss, logits, target)[0], oracle(exact, target)[0]
@@ -81,7 +81,7 @@ def test_large_logits():
 @pytest.mark.interpreted
 @pytest.mark.parametrize('smoothing', [0.0, 0.1])
 def test_what_is_left_of_one_class(smoothing):
-    """The square of the logit: nothing of it is lost beside what cancels, nor where the cap is linear, or flat."""
+    """The derivative of the cap is accurate where terms cancel, and where the cap is linear or flat."""
     sizes = torch.logspace(-5, 1.4, 60)
     logits, target = torch.cat([sizes, -sizes])[:, None].requires_grad_(), torch.zeros(120, dtype=torch.int64)
     exact = logits.detach().double().requires_grad_()
@@ -107,7 +107,7 @@ def test_infinite_logits_and_targets_that_are_none():
 
 
 def in_rows_of(stride, rows):
-    """Beside numbers that nobody may read."""
+    """The memory next to the logits is not read."""
     logits = torch.full((len(rows), stride), float('nan'), dtype=rows.dtype)[:, : rows.shape[1]]
     return logits.copy_(rows)
 
@@ -119,7 +119,7 @@ def in_rows_of(stride, rows):
 @pytest.mark.parametrize('aligned', [True, False], ids=['aligned', 'unaligned'])
 @pytest.mark.parametrize(('tiles', 'more'), [(0, 5), (0, 300), (1, -16), (1, 0), (1, 1), (2, 0), (2, 144)])
 def test_tiles(monkeypatch, dtype, few, aligned, tiles, more):
-    """Rows that end in a tile, or with it; and tiles, or threads, of which there is nothing but -inf."""
+    """Rows that end within a tile or with it, and tiles or threads that hold only -inf."""
     monkeypatch.setattr(kernels, '_FEW_ROWS', 100 if few else 0)
     tile = 8192 if aligned and not few else 4096
     classes = tiles * tile + more
@@ -157,7 +157,7 @@ def test_tiles(monkeypatch, dtype, few, aligned, tiles, more):
         beside = out.as_strided((7, stride - classes), (stride, 1), out.storage_offset() + classes)
         assert beside.isnan().all()
 
-    # the sum of logits, of a row's columns alone
+    # the sum of the row's own logits
     logits = in_rows_of(stride, (tensor(3, classes, dtype=torch.float32) + 2).to(dtype))
     exact, target = logits.double().requires_grad_(), torch.tensor([0, classes - 1, classes // 2])
     expected, _ = oracle(exact, target, label_smoothing=0.2, logit_scale=1.5, logit_softcapping=5.0)
@@ -179,7 +179,7 @@ def test_tiles(monkeypatch, dtype, few, aligned, tiles, more):
 @pytest.mark.parametrize('place', [0, 4095, 4096, 8191, 8192, 8200])
 @pytest.mark.parametrize('few', [True, False], ids=['few', 'many'])
 def test_one_number_that_is_none(monkeypatch, few, place):
-    """Wherever it is, the loss is NaN, and so is that of a row of nothing but -inf; not those beside it."""
+    """A NaN at any place, or a row of only -inf, makes the loss NaN, but not those of other rows."""
     monkeypatch.setattr(kernels, '_FEW_ROWS', 100 if few else 0)
     logits = torch.randn(4, 8208)
     logits[0, place], logits[1, place], logits[2] = float('nan'), float('inf'), -float('inf')
@@ -187,7 +187,7 @@ def test_one_number_that_is_none(monkeypatch, few, place):
     losses, _, maximum, log_sum = launch_forward(logits, target, options)
     assert losses[:3].isnan().all()
     assert losses[3].isfinite()
-    # of a shard, which other shards are added to
+    # a shard, to which other shards are added
     assert maximum[2] == log_sum[2] == -float('inf')
     launch_backward(logits, target, maximum, log_sum, torch.ones(4), logits, options)
     assert logits[0].isnan().all()
@@ -234,7 +234,7 @@ def test_in_place():
     # never twice
     with pytest.raises(RuntimeError, match='modified by an inplace operation'):
         losses.sum().backward()
-    # nor over what somebody else's backward reads
+    # nor over logits that another backward reads
     logits = source.tanh()
     with pytest.raises(RuntimeError, match='modified by an inplace operation'):
         on_triton(cross_entropy_loss, logits, target, inplace_backward=True)[0].sum().backward()
@@ -276,7 +276,7 @@ def _slices(source, target, inplace):
 @pytest.mark.interpreted
 @pytest.mark.parametrize('call', [_checkpointed, _saved_by_hooks, _slices])
 def test_in_place_only_where_autograd_sees_it(call):
-    """Elsewhere the gradient is right, in memory of its own."""
+    """In other cases the gradient is right, in new memory."""
     source, target = torch.randn(6, 9, requires_grad=True), targets(6, 9)
     wanted, got = (torch.autograd.grad(call(source, target, inplace), source)[0] for inplace in (False, True))
     assert torch.equal(wanted, got)
@@ -284,7 +284,7 @@ def test_in_place_only_where_autograd_sees_it(call):
 
 @pytest.mark.interpreted
 def test_in_place_beside_a_checkpoint():
-    """Whose other arguments autograd watches."""
+    """Autograd tracks modifications of the other arguments."""
     logits, target = torch.randn(6, 9, requires_grad=True) * 2, targets(6, 9)
     square = checkpoint(lambda one: one.square().sum(), logits, use_reentrant=False)
     with pytest.raises(RuntimeError, match='modified by an inplace operation'):
@@ -329,7 +329,7 @@ def test_linear_of_one(rows, D, V, logits_are):
 
 @pytest.mark.interpreted
 def test_linear_strided_and_broadcast(logits_are):
-    """Views of x and weight, and a row that all share."""
+    """Views of x and weight, and one row expanded to all."""
     x, weight, target = tensor(12, 54, dtype=torch.float32), tensor(6, 37, dtype=torch.float32).t(), targets(9, 37, [3])
     bias = tensor(74, dtype=torch.float32)[::2]
     for view in (x[:6, :9].t(), x[:9, 1:7], x[:9, :12:2], x[:1, :6].expand(9, 6), x[:9, :1].expand(9, 6)):
@@ -380,7 +380,7 @@ def test_linear_of_nothing_and_of_ignored_rows(logits_are):
 @pytest.mark.parametrize('D', [64, 4096])
 @pytest.mark.parametrize('num_chunks', [1, 3, 8, 1000])
 def test_chunks(count, D, num_chunks):
-    """No more than asked for, of about one size, and none larger than it must be."""
+    """At most `num_chunks`, of about the same size, and no larger than necessary."""
     rows, floor = linear.rows_of_chunk(count, D, num_chunks), linear.least_rows(D)
     assert floor == {64: 1024, 4096: 2048}[D]
     assert rows % 16 == 0
@@ -391,7 +391,7 @@ def test_chunks(count, D, num_chunks):
 
 
 def launched(monkeypatch, call):
-    """Rows of each product of logits and each launch of a call, and how many rows of logits there was memory for."""
+    """Records the rows of each product and each launch of a call, and of each buffer for logits."""
     found = []
 
     def spy(name, rows):
@@ -418,7 +418,7 @@ def launched(monkeypatch, call):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize('reduction', ['mean', 'none'])
 def test_few_rows_are_one_chunk(monkeypatch, dtype, reduction):
-    """Three products, and nothing is computed again or scaled, whatever `num_chunks` says."""
+    """Three products, and nothing is recomputed or scaled, for any `num_chunks`."""
     x, weight = (torch.randn(*shape).to(dtype).requires_grad_() for shape in ((128, 4), (6, 4)))
 
     def call():
@@ -434,7 +434,7 @@ def test_few_rows_are_one_chunk(monkeypatch, dtype, reduction):
 @pytest.mark.slow
 @pytest.mark.interpreted
 def test_many_rows_are_cut(monkeypatch):
-    """Numbers across chunks, with the memory of one."""
+    """Right numbers over several chunks, with the memory of one."""
     x, weight, target = torch.randn(3300, 4), torch.randn(6, 4), targets(3300, 6, [0, 2000])
     given, exact = ([t.to(dtype).requires_grad_() for t in (x, weight)] for dtype in (torch.float32, torch.float64))
 
@@ -452,7 +452,7 @@ def test_many_rows_are_cut(monkeypatch):
 
 @pytest.mark.interpreted
 def test_reduced():
-    """Over more rows than a program holds at a time, any strides, and an `ignore_index` that the targets' dtype has not."""
+    """More rows than an iteration takes, any strides, and an `ignore_index` that the targets' dtype cannot hold."""
     for count in (0, 1, 2048, 5000):
         losses, target = torch.rand(count), targets(2 * count, 9)[::2]
         for one, ignored in ((target, 3), (target.int(), 2**40)):
@@ -466,7 +466,7 @@ def test_reduced():
 
 @pytest.mark.interpreted
 def test_a_small_gradient_survives_float16(logits_are):
-    """A loss scaler multiplies the loss, so that gradients of logits do not vanish: 1e-7 here, times 2^12."""
+    """A loss scale keeps gradients of logits from underflowing: 1e-7 here, times 2^12."""
     x, weight, target = torch.randn(16, 4).half(), (torch.randn(3000, 4) / 8).half(), targets(16, 3000)
     exact = [t.double().requires_grad_() for t in (x, weight)]
     given = [t.clone().requires_grad_() for t in (x, weight)]
@@ -493,7 +493,7 @@ def test_linear_under_autocast(logits_are):
 @pytest.mark.interpreted
 @pytest.mark.parametrize('reduction', ['mean', 'none'])
 def test_autocast_around_the_backward_alone(reduction, logits_are):
-    """Rounds nothing of a loss that was computed without."""
+    """Autocast around the backward rounds nothing."""
     x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((20, 8), (30, 8), (30,)))
     target = targets(20, 30)
     loss = on_triton(fused_linear_cross_entropy_loss, x, target, weight, bias, reduction=reduction).sum()
@@ -523,7 +523,7 @@ def test_compiled():
 
 
 class Head(torch.nn.Module):
-    """The ends of a language model."""
+    """The first and last layers of a language model."""
 
     def __init__(self):
         super().__init__()
@@ -559,7 +559,7 @@ def test_exported():
 @pytest.mark.interpreted
 @pytest.mark.parametrize('reduction', ['mean', 'none'])
 def test_linear_in_vmap(reduction):
-    """Of few rows, which go round the operator, and their gradients for many gradients of the loss."""
+    """For few rows, which bypass the operator, also with batched incoming gradients."""
     x, target, weight, bias = torch.randn(3, 5, 6), torch.tensor([1, 0, -100, 3, 2]), torch.randn(4, 6), torch.randn(4)
 
     def losses(x):
@@ -606,7 +606,7 @@ def test_compiles(capability, count, classes, dtype):
         reduced(losses, target.int(), -100, 'mean')
     print(*compiled, sep='\n')
     assert all(one.spilled == 0 for one in compiled)
-    # a product that is rounded only after the maximum was subtracted is not that of which it is the maximum
+    # a fused product is not rounded before the maximum, which was rounded, is subtracted from it
     assert all('fma.rn.f32' not in one.kernel.asm['ptx'] for one in compiled if one.name != '_scaled')
 
 
@@ -615,7 +615,7 @@ def test_compiles(capability, count, classes, dtype):
 @pytest.mark.parametrize('count', [4, 9000])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_tiles(count, dtype):
-    """Tiles lie in threads as they were loaded, 16 bytes at a time where rows are aligned: those of the linear loss are."""
+    """Tiles stay in the layout of their loads, 16 bytes at a time for aligned rows, as those of the linear loss are."""
     for classes, aligned in ((131072, True), (50257, True), (50257, False)):
         logits = linear._buffer(count, classes, torch.empty(0, dtype=dtype, device='meta'))
         logits = logits if aligned else torch.empty(count, classes, dtype=dtype, device='meta')
@@ -627,7 +627,7 @@ def test_compiled_tiles(count, dtype):
         print(*compiled, sep='\n')
         forward, backward = (one.kernel.asm for one in compiled)
         assert 'convert_layout' not in forward['ttgir']
-        # the maximum and the sum of a warp's threads, and of the warps', once
+        # one reduction for the maximum and one for the sum, within and across warps
         assert forward['ptx'].count('shfl.') == 2 * (5 + 2)
         k, *_ = kernels._forward_tile(logits, False)
         assert sum('ld.global' in line and '.v4.' in line for line in forward['ptx'].splitlines()) == (
@@ -636,7 +636,7 @@ def test_compiled_tiles(count, dtype):
         if classes % 16 == 0:
             assert 'ld.global.v4.b32' in backward['ptx']
             assert 'st.global.v4.b32' in backward['ptx']
-        # 16 warps of a multiprocessor or more
+        # at least 16 warps per multiprocessor
         assert all(one.registers <= 128 for one in compiled)
 
 

@@ -25,7 +25,7 @@ LINEAR = 'liger_kernel.ops.fused_linear_cross_entropy.fused_linear_cross_entropy
 
 
 def points_inside(target, classes, ignore_index):
-    """The package reads, and the linear loss writes, where a target points."""
+    """The package reads, and its linear loss writes, where a target points."""
     assert target.dtype == torch.int64
     return bool(((target == ignore_index) | ((target >= 0) & (target < classes))).all())
 
@@ -33,7 +33,7 @@ def points_inside(target, classes, ignore_index):
 def cross_entropy_forward(
     _input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss
 ):
-    """As the package: the gradient is written over what it is given, if that requires one."""
+    """Like the package, writes the gradient over logits that require one."""
     assert (weight, reduction, return_z_loss) == (None, 'none', True)
     assert points_inside(target, _input.shape[1], ignore_index)
     assert _input.is_contiguous()
@@ -76,7 +76,7 @@ for path, stand_in in ((CROSS, cross_entropy_forward), (LINEAR, fused_linear_cro
 
 @pytest.fixture
 def package(monkeypatch, tmp_path):
-    """Liger-Kernel, switched on, on an H100."""
+    """The backend for Liger-Kernel, enabled, seemingly on an H100."""
     install(monkeypatch, tmp_path, 'liger_kernel', 'liger-kernel', '0.8.5', __path__=[])
     for path, functions in (
         ('ops', {}),
@@ -123,7 +123,7 @@ def test_served(package, options):
     ('function', 'changes', 'why'),
     [
         (cross_entropy_loss, {'dtype': BF16}, 'logits must be float32, got torch.bfloat16'),
-        (cross_entropy_loss, {'rows': 0}, 'there are no rows'),
+        (cross_entropy_loss, {'rows': 0}, 'is empty, and the kernels cannot be launched on nothing'),
         (cross_entropy_loss, {'logit_scale': 2.0}, 'argument logit_scale is not supported'),
         (
             cross_entropy_loss,
@@ -137,7 +137,7 @@ def test_served(package, options):
         ),
         (fused_linear_cross_entropy_loss, {'reduction': 'none'}, "reduction must be 'mean' or 'sum'"),
         (fused_linear_cross_entropy_loss, {'dtype': FP16}, 'x must be bfloat16 or float32'),
-        (fused_linear_cross_entropy_loss, {'rows': 0}, 'there are no rows'),
+        (fused_linear_cross_entropy_loss, {'rows': 0}, 'is empty, and the kernels cannot be launched on nothing'),
         (fused_linear_cross_entropy_loss, {'dtype': torch.float64}, "dtype of 'x' must be"),
         (
             fused_linear_cross_entropy_loss,
@@ -174,7 +174,7 @@ def test_off_until_somebody_switches_it_on(package, monkeypatch):
 
 @pytest.mark.parametrize('now', [True, False])
 def test_numbers_of_cross_entropy(package, now):
-    """What is passed to the stand-in, in the form that it checks, and what comes back."""
+    """The arguments that the stand-in receives and checks, and the results."""
     logits, target = torch.randn(16, 5).t(), targets(5, 16, [1]).int()
     exact, before = logits.double().requires_grad_(), logits.clone()
     numbers = (0.1, 3.0, -100, 0.01)
@@ -193,7 +193,7 @@ def test_numbers_of_cross_entropy(package, now):
 @pytest.mark.parametrize('reduction', ['mean', 'sum'])
 @pytest.mark.parametrize('with_bias', [True, False])
 def test_numbers_of_the_linear_one(package, reduction, now, with_bias):
-    """Of gradients that the forward has kept, and of those that the backward has to ask for."""
+    """Gradients that the forward saved, and those that the backward computes."""
     x, weight, bias = torch.randn(8, 5).t(), torch.randn(16, 8), torch.randn(32)[::2] if with_bias else None
     exact = [one.double().requires_grad_() for one in (x, weight, bias) if one is not None]
     target, now = targets(5, 16, [1]).int(), (*now[:2], now[2] and with_bias)
@@ -220,7 +220,7 @@ def test_linear_of_ignored_rows(package, reduction):
 
 @pytest.mark.parametrize('ignore_index', [-100, 3])
 def test_nothing_goes_back_through_ignored_rows(package, ignore_index):
-    """Whatever comes in there: of a mean over no losses, infinity."""
+    """For any incoming gradient: that of a mean over no losses is infinite."""
     logits, target = torch.randn(4, 16), torch.tensor([ignore_index, ignore_index, 5, ignore_index])
     numbers = (0.1, 3.0, ignore_index, 0.01)
     *_, gradient = losses._forward(logits, target, *numbers, True)
@@ -231,7 +231,7 @@ def test_nothing_goes_back_through_ignored_rows(package, ignore_index):
     assert not got[[0, 1, 3]].any()
 
 
-# of 16 classes, beside what is ignored
+# of 16 classes, besides ignore_index
 WRONG = [
     (wrong, ignored) for ignored in (-100, 3, 40) for wrong in (16, 17, 10**6, 2**31 - 1, -1, -7, -100) if wrong != ignored
 ]
@@ -240,7 +240,7 @@ WRONG = [
 @pytest.mark.parametrize('now', [True, False])
 @pytest.mark.parametrize(('wrong', 'ignore_index'), WRONG)
 def test_wrong_targets_of_cross_entropy(package, wrong, now, ignore_index):
-    """On a GPU nobody reads targets: Liger points nowhere outside, and NaN are what the default's are, row by row."""
+    """Targets on a GPU are not read: Liger accesses nothing out of bounds, and the same rows are NaN as by the default."""
     logits, target = torch.randn(5, 16), targets(5, 16, [1], ignore_index).int()
     target[3] = wrong
     numbers = (0.1, 3.0, ignore_index, 0.01)
@@ -261,7 +261,7 @@ def test_wrong_targets_of_cross_entropy(package, wrong, now, ignore_index):
 @pytest.mark.parametrize('reduction', ['mean', 'sum'])
 @pytest.mark.parametrize(('wrong', 'ignore_index'), WRONG)
 def test_wrong_targets_of_the_linear_one(package, wrong, reduction, now, ignore_index):
-    """A wrong one counts in the mean, and the gradients of rows with a right one stay."""
+    """A wrong target counts in the mean, and does not affect the gradients of other rows."""
     x, weight, bias = torch.randn(5, 8), torch.randn(16, 8), torch.randn(16)
     target = targets(5, 16, [1], ignore_index).int()
     target[3] = wrong
@@ -293,7 +293,7 @@ def test_operators_keep_the_rules(package):
 
 
 def test_the_operators_have_gradients():
-    """Through the backend, as compiled code calls it."""
+    """Called through the backend, as in compiled code."""
     given = {n: one.to('meta') for n, one in cross().items()}
     given['logits'].requires_grad_()
     (gradient,) = torch.autograd.grad(LigerBackend().cross_entropy_loss(**given)[0].sum(), given['logits'])
@@ -308,7 +308,7 @@ def test_the_operators_have_gradients():
 @pytest.mark.gpu
 @pytest.mark.parametrize('options', [{}, {'label_smoothing': 0.1}, {'logit_softcapping': 3.0, 'ignore_index': 2}], ids=str)
 def test_liger_itself(monkeypatch, options):
-    """Numbers of the real package, forward and backward, by our bounds."""
+    """Forward and backward of the real package, within our bounds."""
     pytest.importorskip('liger_kernel')
     monkeypatch.setenv('FLA_LIGER', '1')
     logits, target = torch.randn(50, 5003, device='cuda') * 2, targets(50, 5003, [1]).cuda()
@@ -337,7 +337,7 @@ def test_liger_itself(monkeypatch, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize('wrong', [5003, 2**40, -7])
 def test_wrong_targets_by_liger_itself(monkeypatch, wrong):
-    """NaN are where the default has them, and all else is as with a right target, bit by bit."""
+    """The same values are NaN as by the default; all others equal those with a valid target bit by bit."""
     pytest.importorskip('liger_kernel')
     monkeypatch.setenv('FLA_LIGER', '1')
     target = targets(50, 5003, [1]).cuda()

@@ -1,11 +1,11 @@
-"""Tensors whose memory holds the other sign, of which PyTorch has taken a note, in kernels that read any strides."""
+"""Tensors with PyTorch's negative bit, whose memory holds the opposite sign, in kernels that read any strides."""
 
 import pytest
 import torch
 
 pytest.importorskip('triton')
 from fla.backends import trace
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from fla.modules.rotary import rotary_embedding
 from fla.ops.attn import parallel_attn
 
@@ -23,7 +23,7 @@ def plain(x):
 
 
 def agree(function, operation, **arguments):
-    """Results and gradients are those of the same numbers; also of such gradients of the results."""
+    """Results and gradients equal those of plain tensors, also for incoming gradients with the negative bit."""
     found = []
     for change in (lambda x: x, plain):
         leaves = {name: change(x).detach().requires_grad_() for name, x in arguments.items()}
@@ -72,6 +72,6 @@ def test_attention():
 
     shapes = {'q': (1, 5, 2, 16), 'k': (1, 5, 1, 16), 'v': (1, 5, 1, 16), 'sink_bias': (2,)}
     given = {name: negated(*shape) for name, shape in shapes.items()}
-    # below 0, as decays are
+    # negative, as decays are
     given['g'] = torch.complex(torch.zeros(1, 5, 2), torch.rand(1, 5, 2)).conj().imag
     agree(call, 'attn.parallel_attn', **given)

@@ -8,9 +8,9 @@ import torch
 
 from fla.backends import trace
 from fla.modules import FusedRMSNormGated, GroupNorm, LayerNorm, RMSNorm
-from fla.modules.fused_norm_gate import rms_norm_gated
-from fla.modules.l2norm import l2_norm, l2norm
-from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.norm.fused_norm_gate import rms_norm_gated
+from fla.modules.norm.l2norm import l2_norm, l2norm
+from fla.modules.norm.layernorm import group_norm, layer_norm, rms_norm
 from tests import bounds
 from tests.tables import table
 
@@ -86,7 +86,7 @@ def test_layer_and_group_norm(dtype, is_rms_norm, num_groups):
     arguments = {name: tensor(*shape, dtype=dtype) for name, shape in shapes.items()}
     function = layer_norm if num_groups is None else group_norm
     groups = {} if num_groups is None else {'num_groups': num_groups}
-    # a group of two numbers is normalised to -1 and 1, whatever they are
+    # any group of two numbers is normalised to -1 and 1
     eps = 1.0 if num_groups == 3 else 1e-3
     bound = bounds.of_difference(dtype)
     check(function, group_oracle, arguments, bound, eps=eps, prenorm=True, is_rms_norm=is_rms_norm, **groups)
@@ -101,7 +101,7 @@ def test_as_pytorch_has_them():
 
 
 def test_a_large_mean_does_not_cancel():
-    """Of numbers whose sums float32 holds; a difference of mean squares would be off by 1000^2 2^-24."""
+    """The sums of these numbers are exact in float32; a difference of mean squares would be off by 1000^2 2^-24."""
     x = (tensor(3, 64, dtype=torch.float32) * 8).round() / 8 + 1000
     assert error(group_oracle(x.double()), layer_norm(x, None)) <= bounds.elementwise(torch.float32)
 

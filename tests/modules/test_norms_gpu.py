@@ -6,7 +6,7 @@ import torch
 pytest.importorskip('triton')
 from fla.backends import trace, use_backend
 from fla.modules import GroupNorm, LayerNorm, RMSNorm
-from fla.modules.layernorm import rms_norm
+from fla.modules.norm.layernorm import rms_norm
 from tests import bounds
 from tests.modules.norms import BARE, BF16, EVERYTHING, FP16, FP32, KINDS, call, check, everything, given, upstream
 
@@ -45,7 +45,7 @@ def test_strided(kind):
     for layout in (
         lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
         lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-        lambda x: torch.cat((x[..., :1], x), -1)[..., 1:],  # an address that no vector load takes
+        lambda x: torch.cat((x[..., :1], x), -1)[..., 1:],  # an address that vector loads cannot take
     ):
         found = everything(kind, {name: layout(x) if x.dim() > 1 else x for name, x in tensors.items()})
         for name, x in expected.items():
@@ -62,7 +62,7 @@ def test_same_bits_twice(kind):
 
 @pytest.mark.parametrize('dim', [4096, 8192])
 def test_more_than_two_to_the_31_elements(dim):
-    """Of rows in registers and tile by tile."""
+    """Rows in registers and rows tile by tile."""
     if torch.cuda.mem_get_info()[0] < 24e9:
         pytest.skip('needs 24 GB')
     rows = 2**31 // dim + 3
@@ -100,7 +100,7 @@ def test_no_synchronisation(kind):
 
 @every_kind
 def test_captured(kind):
-    """A CUDA graph, made on another stream, follows new numbers."""
+    """A CUDA graph from another stream replays on new numbers."""
     tensors = given(kind, (64, 256), BF16, device='cuda')
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
     gradients = upstream(call(kind, leaves))

@@ -1,4 +1,4 @@
-"""The Triton kernels of the norms under the interpreter, and compiled for GPUs that are not here."""
+"""The Triton kernels of the norms, interpreted, and compiled for several GPUs without one."""
 
 import numpy as np
 import pytest
@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip('triton')
 from fla.backends import explain, trace, use_backend
-from fla.modules.fused_norm_gate import rms_norm_gated
 from fla.modules.kernels import norms as kernels
 from fla.modules.kernels import norms_autograd
-from fla.modules.l2norm import l2norm
-from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.norm.fused_norm_gate import rms_norm_gated
+from fla.modules.norm.l2norm import l2norm
+from fla.modules.norm.layernorm import group_norm, layer_norm, rms_norm
 from tests import bounds
 from tests.modules.norms import (
     BARE,
@@ -44,7 +44,7 @@ def long_rows(monkeypatch):
     monkeypatch.setattr(kernels, 'IN_REGISTERS', (16, 16))
     monkeypatch.setattr(kernels, 'TILE', 8)
     launched = []
-    for name in ('_forward', '_forward_long', '_backward', '_backward_long'):
+    for name in ('norm_forward', 'norm_forward_long', 'norm_backward', 'norm_backward_long'):
         monkeypatch.setattr(kernels, name, Launched(getattr(kernels, name), launched))
     yield launched
     for rule in rules:
@@ -72,9 +72,9 @@ def test_eps_of_numpy():
 @pytest.mark.parametrize('extras', [BARE, EVERYTHING], ids=len)
 @every_kind
 def test_long_rows(long_rows, kind, extras):
-    """More rows than programs, so that a program adds to its own sums."""
+    """More rows than programs, so that a program accumulates over several rows."""
     check(kind, given(kind, (3, 5, 100), extras=extras))
-    assert set(long_rows) == {('_forward_long', 8), ('_backward_long', 8)}
+    assert set(long_rows) == {('norm_forward_long', 8), ('norm_backward_long', 8)}
 
 
 @interpreted
@@ -89,7 +89,7 @@ def test_half_precision(kind, dtype):
 @every_kind
 def test_half_precision_of_long_rows(long_rows, kind):
     check(kind, given(kind, (3, 100), BF16, wide=('residual',)))
-    assert set(long_rows) == {('_forward_long', 8), ('_backward_long', 8)}
+    assert set(long_rows) == {('norm_forward_long', 8), ('norm_backward_long', 8)}
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_half_precision_of_long_rows(long_rows, kind):
 @pytest.mark.parametrize(
     ('dim', 'dtype', 'tiles'),
     [
-        # of rms, gated and layer norms, and of rms norms with a residual
+        # for rms, gated and layer norms, and for rms norms with a residual
         (4096, BF16, (4096, 4096, 4096, 4096)),
         (7168, BF16, (8192, 8192, 8192, 8192)),
         (8192, BF16, (4096, 4096, 8192, 4096)),
@@ -110,19 +110,19 @@ def test_half_precision_of_long_rows(long_rows, kind):
     ids=str,
 )
 def test_wide_rows(monkeypatch, dim, dtype, tiles):
-    """In registers or tile by tile."""
+    """Rows in registers and rows tile by tile."""
     launched = []
-    for name in ('_forward', '_forward_long'):
+    for name in ('norm_forward', 'norm_forward_long'):
         monkeypatch.setattr(kernels, name, Launched(getattr(kernels, name), launched))
     check('rms', given('rms', (2, dim), dtype, ('weight',)))
     check('swish', given('swish', (2, dim), dtype, ('weight',)))
     check('layer', given('layer', (2, dim), dtype, ('weight', 'bias')))
     check('rms', given('rms', (2, dim), dtype, ('weight', 'residual')))
-    assert launched == [('_forward_long' if tile < dim else '_forward', tile) for tile in tiles]
+    assert launched == [('norm_forward_long' if tile < dim else 'norm_forward', tile) for tile in tiles]
 
 
 class Launched:
-    """A kernel that says how wide its tiles are."""
+    """A kernel that records the width of its tiles."""
 
     def __init__(self, kernel, launched: list) -> None:
         self.kernel, self.launched = kernel, launched
@@ -139,14 +139,14 @@ class Launched:
 @pytest.mark.parametrize('shape', [(1, 4), (4,), (1, 1, 4), (300, 4), (2, 132), (2, 1024 + 4)], ids=str)
 @every_kind
 def test_sizes(kind, shape):
-    """With an eps that keeps a row of few equal numbers from being all rounding."""
+    """eps is large enough that a row of few equal numbers is not only rounding error."""
     check(kind, given(kind, shape), eps=0.1)
 
 
 @interpreted
 @pytest.mark.parametrize('kind', [kind for kind in KINDS if 'groups' not in kind])
 def test_one_element(kind):
-    """Of which layer_norm leaves nothing but the bias, and no gradient of x but rounding."""
+    """layer_norm leaves only the bias, and of the gradient of x only rounding error."""
     tensors = given(kind, (3, 1))
     if 'layer' not in kind:
         return check(kind, tensors, eps=0.1)
@@ -170,7 +170,7 @@ def test_a_stored_sum_around_the_sizes_that_load_weights_ahead(kind, dim):
 @pytest.mark.parametrize('shape', [(1, 128), (7, 128), (8, 128), (17, 100), (3, 512), (3, 513), (257, 4)], ids=str)
 @pytest.mark.parametrize('kind', ['l2', 'rms', 'layer prenorm'])
 def test_gradients_without_sums(kind, shape):
-    """No parameter has one: up to 512 a program takes one tile, also where there are several, or the last is not full."""
+    """Without gradients of parameters, for D up to 512, a program takes one tile, also if the last is partial."""
     check(kind, given(kind, shape, extras=('residual',)), eps=0.1)
 
 
@@ -179,7 +179,7 @@ def test_gradients_without_sums(kind, shape):
 @pytest.mark.parametrize('dtype', [FP32, BF16], ids=str)
 @pytest.mark.parametrize(('groups', 'dim'), [(8, 256), (6, 24), (12, 200), (16, 8), (3, 16), (2, 12), (2, 264)], ids=str)
 def test_narrow_groups(groups, dim, dtype):
-    """Even numbers of them lie side by side in a program, where they are of up to 256 and by eights; others do not."""
+    """A program takes adjacent groups if their number is even, and their size a multiple of 8 up to 256."""
     rule = kernels._forward_rule(dim, groups, 'layer', False, False, False, 2 * dim)
     side = {8: 8, 6: 2, 12: 4, 16: 16}.get(groups, 1)
     assert side == rule.SIDE
@@ -193,13 +193,13 @@ def test_narrow_groups(groups, dim, dtype):
 
 @interpreted
 def test_narrow_groups_of_equal_numbers():
-    """Nothing but the bias, also where a program has rows that are not there."""
+    """Only the bias remains, also in a program with rows past the end."""
     bias = torch.randn(64)
     y = call('groups', {'x': torch.full((3, 64), 7.0), 'bias': bias}, num_groups=4)[0]
     assert torch.equal(y, bias.expand(3, 64))
 
 
-# what a call may say beside its tensors
+# options of a call
 ARGUMENTS = {
     'a wide sum': ('rms prenorm', {'residual_in_fp32': True}, ('weight', 'bias')),
     'a wide sum of layer_norm': ('layer prenorm', {'residual_in_fp32': True}, ('weight', 'bias')),
@@ -241,7 +241,7 @@ def test_arguments_of_the_reference(case):
 @interpreted
 @every_kind
 def test_a_broadcast_gate_or_row(kind):
-    """Strides of 0, with the gradient of what is shared; an eps that keeps groups of two from being all rounding."""
+    """Strides of 0, and gradients of the shared memory; eps keeps groups of two from being only rounding error."""
     shared = given(kind, (1, 8))
     for name in ('x', 'g', 'residual'):
         if name in shared:
@@ -276,7 +276,7 @@ def test_nothing(kind, shape):
 @pytest.mark.parametrize('shape', [(4, 6, 8), (4, 3, 8)], ids=str)
 @every_kind
 def test_any_strides(kind, shape):
-    """Rows of a wider tensor, transposed, of stride 0, of a step of 2, and the last dimension of stride 0."""
+    """Rows of a wider tensor, transposed, with stride 0, with a step of 2, and the last dimension with stride 0."""
     tensors = given(kind, shape)
     layouts = (
         lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
@@ -314,7 +314,7 @@ def test_gradients_of_any_strides(kind):
 
 @interpreted
 def test_rows_that_are_not_there_do_not_spoil_sums():
-    """Zeros with eps=0 have an infinite reciprocal norm: those of the last tile that no row stands for."""
+    """Rows past the end of the last tile are zeros; with eps=0 their reciprocal norm is infinite."""
     x, weight = torch.ones(3, 4), torch.ones(4, requires_grad=True)
     with use_backend('default', op='modules'):
         (dweight,) = torch.autograd.grad(rms_norm(x, weight, eps=0.0).sum(), weight)
@@ -330,7 +330,7 @@ def test_l2norm_output_dtype(dtype):
 
 @interpreted
 def test_only_what_is_asked_for():
-    """A gradient that nobody needs is None, and its sums are not made."""
+    """An unneeded gradient is None, and its sums are not computed."""
     tensors = given('sigmoid', (3, 8))
     expected = everything('sigmoid', tensors)
     for name in tensors:
@@ -344,7 +344,7 @@ def test_only_what_is_asked_for():
 
 @interpreted
 def test_a_shared_gradient_is_shared_by_no_leaves():
-    """x and residual of one dtype have one gradient, which autograd is given twice; what it stores are two tensors."""
+    """x and residual of one dtype share a gradient, which is returned twice; autograd stores two tensors."""
     tensors = given('rms prenorm', (3, 8))
     leaves = {name: x.requires_grad_() for name, x in tensors.items()}
     y, total = call('rms prenorm', leaves)
@@ -373,7 +373,7 @@ def test_same_bits_twice(kind):
 @interpreted
 @every_kind
 def test_differentiable_once(kind):
-    """And a clear error, no wrong number, the second time."""
+    """A second backward raises a clear error instead of returning wrong numbers."""
     leaves = {name: x.requires_grad_() for name, x in given(kind, (3, 8)).items()}
     results = call(kind, leaves)
     with pytest.raises(RuntimeError, match='double backward'):
@@ -442,7 +442,7 @@ def test_exported(strict):
 @interpreted
 @pytest.mark.parametrize('kind', ['rms', 'layer prenorm', 'sigmoid', 'l2'])
 def test_operators(kind):
-    """`opcheck` compares what an operator does with what its fake says, strides included."""
+    """`opcheck` compares an operator with its fake, strides included."""
     tensors = given(kind, (3, 8), BF16)
     x, residual, g, weight, bias = (tensors.get(name) for name in ('x', 'residual', 'g', 'weight', 'bias'))
     flags = (
@@ -513,7 +513,7 @@ def test_a_cpu_gets_the_reference_and_the_default_says_what_it_needs():
     ('capability', 'dim'), [((9, 0), 128), *((c, d) for c in ((8, 0), (9, 0), (10, 0), (12, 0)) for d in (8192, 65536))]
 )
 def test_compiles(capability, dim):
-    """And fits: see `compile_only`."""
+    """`compile_only` also checks that the kernels fit."""
     x, weight = (torch.empty(*shape, dim, dtype=BF16, device='meta') for shape in ((64,), ()))
     narrow, wide = kernels.Norm('layer', 1e-5), kernels.Norm('rms', 1e-5, 'swish')
     with compile_only(capability) as compiled:
@@ -521,7 +521,7 @@ def test_compiles(capability, dim):
         kernels.backward(x, None, None, weight, weight, x, x, narrow, (BF16, None), (True, True))
         kernels.forward(x, None, x, weight, None, wide, BF16, False)
         kernels.backward(x, None, x, weight, None, x, None, wide, (BF16, None), (True, False))
-    assert dim > 8192 or max(one.spilled for one in compiled) <= 64  # of more than 256 bytes that a thread has
+    assert dim > 8192 or max(one.spilled for one in compiled) <= 64  # a thread has more than 256 bytes of data
     print(*compiled, sep='\n')
 
 
@@ -531,7 +531,7 @@ def test_compiles(capability, dim):
     ('capability', 'dtype'), [((9, 0), FP16), *((c, FP32) for c in ((8, 0), (9, 0), (10, 0), (12, 0)))], ids=str
 )
 def test_every_kind_compiles(capability, dtype):
-    """Of the widths of a head and of a model."""
+    """For the width of a head and of a model."""
     norms = [(kernels.Norm('l2', 1e-6), 128), (kernels.Norm('rms', 1e-6, 'sigmoid'), 128), (kernels.Norm('rms', 1e-6), 2048)]
     with compile_only(capability) as compiled:
         for norm, dim in (*norms, (kernels.Norm('layer', 1e-5, num_groups=8), 2048)):
@@ -548,7 +548,7 @@ def test_every_kind_compiles(capability, dtype):
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_heads_in_one_step(capability):
-    """The backward of what has no parameters has no loop, and rows of a head are read and written 16 bytes at a time."""
+    """Without parameters the backward has no loop, and accesses rows of a head 16 bytes at a time."""
     x = torch.empty(64, 128, dtype=BF16, device='meta')
     with compile_only(capability) as compiled:
         kernels.forward(x, None, None, None, None, kernels.Norm('l2', 1e-6), BF16, False)
@@ -580,7 +580,7 @@ def test_a_stored_sum_in_wide_accesses(capability, dtype):
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_groups_side_by_side_in_wide_accesses(capability):
-    """Of the width of a model in bfloat16 without a word in shared memory."""
+    """Groups of a bfloat16 row of a model's width use no shared memory."""
     with compile_only(capability) as compiled:
         for dtype, groups, dim in ((BF16, 8, 256), (BF16, 16, 128), (FP32, 8, 256), (BF16, 6, 200)):
             x, weight = (torch.empty(*shape, groups * dim, dtype=dtype, device='meta') for shape in ((64,), ()))
@@ -595,11 +595,11 @@ def test_groups_side_by_side_in_wide_accesses(capability):
 
 @pytest.mark.triton
 def test_few_specialisations():
-    """Lengths and strides compile nothing anew."""
+    """Other lengths and strides do not recompile."""
     with compile_only((9, 0)) as compiled:
         for count, width in ((1, 64), (2, 64), (17, 128), (4096, 64), (16, 192)):
             x = torch.empty(count, width, device='meta')[:, :64]
             weight = torch.empty(64, device='meta')
             kernels.forward(x, x, None, weight, None, kernels.Norm('rms', 1e-5), FP32, True)
             kernels.backward(x, None, None, weight, None, x, x, kernels.Norm('rms', 1e-5), (FP32, None), (True, False))
-    assert [one.name for one in compiled] == ['_forward', '_backward', '_add_programs']
+    assert [one.name for one in compiled] == ['norm_forward', 'norm_backward', 'sum_programs']

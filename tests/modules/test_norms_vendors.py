@@ -15,7 +15,7 @@ from fla.modules.backends.flashinfer import FlashInferBackend
 from fla.modules.backends.flashinfer import norms as flashinfer_norms
 from fla.modules.backends.liger import LigerBackend
 from fla.modules.backends.liger import norms as liger_norms
-from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.norm.layernorm import group_norm, layer_norm, rms_norm
 from tests import bounds
 from tests.modules.norms import check, given
 from tests.modules.oracle import opcheck
@@ -27,7 +27,7 @@ BACKENDS = {'liger': LigerBackend, 'flashinfer': FlashInferBackend, 'flag_gems':
 
 
 def takes(path):
-    """A stand-in's function has the parameters that are assumed of the vendor's."""
+    """Checks that a stand-in has the parameters that the backend assumes of the vendor's function."""
 
     def decorate(function):
         assert tuple(inspect.signature(function).parameters) == SIGNATURES[path]
@@ -37,7 +37,7 @@ def takes(path):
 
 
 def exact(x, weight, bias, eps):
-    """The norm, and the gradients for one of its result."""
+    """The norm, and its gradients for an incoming one."""
     x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
     s = x if bias is None else x - x.mean(-1, keepdim=True)
     y = s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps) * weight
@@ -146,7 +146,7 @@ PACKAGES = {
 
 @pytest.fixture
 def package(monkeypatch, tmp_path):
-    """Installs the stand-in for a backend's package, and switches the backend on; the machine has an H100."""
+    """Installs the stand-in for a backend's package and enables the backend; the machine seems to have an H100."""
 
     def make(backend):
         (module, distribution, version), contents = PACKAGES[backend]
@@ -169,7 +169,7 @@ def package(monkeypatch, tmp_path):
 
 
 def tensors(dtype=BF16, D=16, rows=3, parameters=None, layer=False, **changes):
-    """Arguments that every one of the packages serves, unless they are changed."""
+    """Arguments that all packages take, with changes."""
     torch.manual_seed(0)
     made = {'x': torch.randn(rows, D).to(dtype), 'weight': torch.randn(D).to(parameters or dtype)}
     if layer:
@@ -178,7 +178,7 @@ def tensors(dtype=BF16, D=16, rows=3, parameters=None, layer=False, **changes):
 
 
 def reason(backend, function, arguments):
-    """Why a backend does not serve a call; another one does."""
+    """The reason why a backend does not serve a call; another one does."""
     decision = explain(function, **fakes(arguments))
     assert decision.winner != backend
     assert decision[backend].verdict == 'rejected'
@@ -206,7 +206,7 @@ def test_served(package, backend, function, options):
 @pytest.mark.parametrize('D', [16, 8, 24])
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_numbers(package, backend, D):
-    """What is passed to the stand-ins, in the form that they check, and what comes back."""
+    """The arguments that the stand-ins receive and check, and the results."""
     package(backend)
     where = {'liger': liger_norms, 'flashinfer': flashinfer_norms, 'flag_gems': flag_gems_backend}[backend]
     made = tensors(D=D, rows=6)
@@ -224,7 +224,7 @@ def test_numbers(package, backend, D):
 
 
 def test_odd_addresses(package):
-    """FlashInfer reads 16 bytes at a time; its stand-in checks that it can."""
+    """FlashInfer reads 16 bytes at a time; its stand-in checks the alignment."""
     package('flashinfer')
     made = {name: odd(x) for name, x in tensors().items()}
     y = flashinfer_norms._rms_forward(made['x'], made['weight'], 1e-5)
@@ -236,7 +236,7 @@ def test_odd_addresses(package):
 
 @pytest.mark.parametrize('eps', [1e-5, 0.5])
 def test_gradients_of_liger(package, eps):
-    """The backward of the package computes with what its forward kept, so that this must reach it."""
+    """The package's backward needs what its forward saved."""
     package('liger')
     made = tensors(layer=True, rows=6)
     x, weight, bias = made['x'].view(2, 3, 16).transpose(0, 1), made['weight'], made['bias']
@@ -280,14 +280,14 @@ def test_liger_is_differentiable_and_the_others_are_not(package, function):
 
 @pytest.mark.parametrize('function', [rms_norm, layer_norm])
 def test_gradients_of_the_operators_of_liger(function):
-    """Through the backend, as compiled code calls it."""
+    """Called through the backend, as in compiled code."""
     arguments = {name: x.to('meta').requires_grad_() for name, x in tensors(layer=function is layer_norm).items()}
     y = getattr(LigerBackend(), function.__name__)(**arguments)
     for x, gradient in zip(arguments.values(), torch.autograd.grad(y.sum(), list(arguments.values())), strict=True):
         assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
 
 
-ALL, NOTHING = tuple(BACKENDS), 'there are no rows, and the kernels cannot be launched on nothing'
+ALL, NOTHING = tuple(BACKENDS), 'x is empty, and the kernels cannot be launched on nothing'
 HUGE = {'x': torch.empty(1, 1, dtype=BF16).expand(2**15, 2**16), 'weight': torch.empty(2**16, dtype=BF16)}
 HUGE_LAYER = {**HUGE, 'bias': HUGE['weight']}
 NO_WEIGHT = {
@@ -376,7 +376,7 @@ def test_off_until_somebody_switches_it_on(package, monkeypatch, backend):
 @pytest.mark.parametrize('shape', [(3, 5, 128), (40_000, 128), (64, 4096), (7, 1000), (2, 65536)], ids=str)
 @pytest.mark.parametrize(('dtype', 'wide'), [(BF16, ()), (BF16, ('weight', 'bias')), (FP16, ()), (FP32, ())])
 def test_liger_itself(monkeypatch, dtype, wide, shape):
-    """Numbers of the real package, forward and backward, by our bounds."""
+    """Forward and backward of the real package, within our bounds."""
     pytest.importorskip('liger_kernel')
     monkeypatch.setenv('FLA_LIGER', '1')
     check('rms', given('rms', shape, dtype, ('weight',), wide, device='cuda'), 'liger')

@@ -1,20 +1,20 @@
-"""Every function with every size 0 in turn: the same comes out of the kernels as of the reference, gradients too."""
+"""Every function with each size set to 0: kernels give the reference's results and gradients."""
 
 import pytest
 import torch
 
 from fla.backends import Policy, policy_context
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
-from fla.modules.fused_norm_gate import rms_norm_gated
-from fla.modules.l2norm import l2norm
-from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.norm.fused_norm_gate import rms_norm_gated
+from fla.modules.norm.l2norm import l2norm
+from fla.modules.norm.layernorm import group_norm, layer_norm, rms_norm
 from fla.modules.rotary import RotaryEmbedding, rotary_embedding
 from tests import bounds
 
-# name → call of sizes, on tensors that `new` makes; and which sizes may be 0
+# name → a call for given sizes, with tensors from `new`, and the sizes that may be 0
 CALLS = {
     'swiglu': (lambda new, b, t, d: swiglu(new(b, t, d), new(b, t, d)), (2, 3, 4)),
     'silu_and_mul': (lambda new, b, t, d: silu_and_mul(new(b, t, 2 * d)), (2, 3, 4)),
@@ -64,7 +64,7 @@ CASES = [
 
 
 def run(call, sizes, backend):
-    """What comes out, and the gradients of what went in."""
+    """Results, and gradients of the arguments."""
     inputs = []
 
     def new(*shape):
@@ -83,7 +83,7 @@ def run(call, sizes, backend):
 def test_one_size_of_nothing(call, sizes):
     for ours, theirs in zip(run(call, sizes, 'default'), run(call, sizes, 'reference'), strict=True):
         if ours is None or theirs is None:
-            # where nothing depends on it, a kernel gives zeros and PyTorch None
+            # for an unused argument a kernel gives zeros and PyTorch None
             assert all(one is None or not one.any() for one in (ours, theirs))
         else:
             torch.testing.assert_close(ours, theirs, atol=bounds.EXACT[torch.float32], rtol=bounds.EXACT[torch.float32])

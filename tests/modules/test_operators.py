@@ -8,12 +8,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip('triton')
 from fla.backends import trace, use_backend
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
-from fla.modules.fused_norm_gate import rms_norm_gated
-from fla.modules.l2norm import l2norm
-from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.norm.fused_norm_gate import rms_norm_gated
+from fla.modules.norm.l2norm import l2norm
+from fla.modules.norm.layernorm import group_norm, layer_norm, rms_norm
 from fla.modules.rotary import rotary_embedding
 
 
@@ -80,7 +80,7 @@ class Program(torch.nn.Module):
 
 
 class Recorder(torch.fx.Interpreter):
-    """Runs a graph, and keeps the calls of our operators."""
+    """Runs a graph, and records the calls of our operators."""
 
     def __init__(self, program):
         super().__init__(program)
@@ -93,7 +93,7 @@ class Recorder(torch.fx.Interpreter):
 
 
 def inputs_of(case):
-    """Leaves, that need gradients where the call has any."""
+    """Leaf tensors, which require gradients if the call has any."""
     tensors = CASES[case][1]()
     for i, x in enumerate(tensors):
         if x is not None and x.is_floating_point() and case not in WRITES and i not in FIXED.get(case, ()):
@@ -115,7 +115,7 @@ def exported(case, backend):
     found = torch.export.export(program, tuple(inputs_of(case)), strict=False).module()
     results = found(*inputs)
     assert_same(results, expected)
-    assert_same([x for x in inputs if x is not None], [x for x in expected_inputs if x is not None])  # what is written
+    assert_same([x for x in inputs if x is not None], [x for x in expected_inputs if x is not None])  # written arguments
     if case not in WRITES:
         leaves, right = ([x for x in given if x is not None and x.requires_grad] for given in (inputs, expected_inputs))
         results, expected = ([one for one in given if one.requires_grad] for given in (results, expected))

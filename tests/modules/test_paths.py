@@ -1,7 +1,8 @@
-"""Names and import paths that users' code holds, and what holds for every function of the modules."""
+"""Names and import paths that client code uses, and properties of every function of the modules."""
 
 import importlib
 import inspect
+import pkgutil
 
 import pytest
 import torch
@@ -9,19 +10,45 @@ import torch
 import fla.modules
 from fla.backends import describe, explain
 
+ACTIVATIONS = ['silu_and_mul', 'swiglu', 'swiglu_linear']
+CONVOLUTION = ['ShortConvolution', 'causal_conv1d', 'causal_conv1d_update']
+CROSS_ENTROPY = ['FusedCrossEntropyLoss', 'cross_entropy_loss']
+LINEAR_CROSS_ENTROPY = ['FusedLinearCrossEntropyLoss', 'fused_linear_cross_entropy_loss']
+NORMS = ['GroupNorm', 'LayerNorm', 'RMSNorm']
+GATED_NORM = ['FusedRMSNormGated', 'rms_norm_gated']
+NORM_FUNCTIONS = [*NORMS, 'group_norm', 'layer_norm', 'rms_norm']
+ROTARY = ['RotaryEmbedding', 'rotary_embedding', 'rotary_embedding_ref']
+
+# every module of FLA 0.6.0 and of older releases that has names which this package has: the names
 PATHS = {
     'fla.modules': [
-        *('RMSNorm', 'LayerNorm', 'GroupNorm', 'FusedRMSNormGated', 'ShortConvolution', 'RotaryEmbedding'),
+        *(*NORMS, 'FusedRMSNormGated', 'ShortConvolution', 'RotaryEmbedding'),
         *('FusedCrossEntropyLoss', 'FusedLinearCrossEntropyLoss', 'l2norm', 'activations'),
     ],
-    'fla.modules.l2norm': ['l2norm', 'l2_norm'],
-    'fla.modules.layernorm': ['rms_norm', 'layer_norm', 'group_norm', 'RMSNorm', 'LayerNorm', 'GroupNorm'],
-    'fla.modules.fused_norm_gate': ['rms_norm_gated', 'FusedRMSNormGated'],
-    'fla.modules.convolution': ['causal_conv1d', 'causal_conv1d_update', 'ShortConvolution'],
-    'fla.modules.fused_cross_entropy': ['cross_entropy_loss', 'FusedCrossEntropyLoss'],
-    'fla.modules.fused_linear_cross_entropy': ['fused_linear_cross_entropy_loss', 'FusedLinearCrossEntropyLoss'],
-    'fla.modules.rotary': ['rotary_embedding', 'RotaryEmbedding', 'rotary_embedding_ref'],
-    'fla.modules.activations': ['swiglu', 'swiglu_linear', 'silu_and_mul'],
+    'fla.modules.activations': ACTIVATIONS,
+    'fla.modules.activations.ops': ACTIVATIONS,
+    'fla.modules.causal_conv1d': CONVOLUTION,
+    'fla.modules.causal_conv1d.ops': CONVOLUTION,
+    'fla.modules.conv': CONVOLUTION,
+    'fla.modules.conv.causal_conv1d': CONVOLUTION,
+    'fla.modules.conv.short_conv': CONVOLUTION,
+    'fla.modules.conv.triton': CONVOLUTION,
+    'fla.modules.conv.triton.kernels': CONVOLUTION,
+    'fla.modules.conv.triton.ops': CONVOLUTION,
+    'fla.modules.convolution': CONVOLUTION,
+    'fla.modules.fused_cross_entropy': CROSS_ENTROPY,
+    'fla.modules.fused_cross_entropy.ops': CROSS_ENTROPY,
+    'fla.modules.fused_linear_cross_entropy': LINEAR_CROSS_ENTROPY,
+    'fla.modules.fused_linear_cross_entropy.ops': LINEAR_CROSS_ENTROPY,
+    'fla.modules.fused_norm_gate': GATED_NORM,
+    'fla.modules.l2norm': ['l2_norm', 'l2norm'],
+    'fla.modules.layernorm': NORM_FUNCTIONS,
+    'fla.modules.norm': [*NORMS, 'FusedRMSNormGated'],
+    'fla.modules.norm.fused_norm_gate': GATED_NORM,
+    'fla.modules.norm.l2norm': ['l2_norm', 'l2norm'],
+    'fla.modules.norm.layernorm': NORM_FUNCTIONS,
+    'fla.modules.rotary': ROTARY,
+    'fla.modules.rotary.ops': ROTARY,
 }
 
 SIGNATURES = {
@@ -47,15 +74,28 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize('path', PATHS)
-def test_import_paths(path):
-    module = importlib.import_module(path)
-    assert inspect.ismodule(module)
-    assert [name for name in PATHS[path] if not hasattr(module, name)] == []
+def test_paths_give_the_same_objects():
+    """Each name is one object, whatever path it is imported by."""
+    objects = {}
+    for path, names in PATHS.items():
+        scope = {}
+        exec(f'from {path} import {", ".join(names)}', scope)
+        for name in names:
+            if not inspect.ismodule(scope[name]):  # `l2norm`, a module in fla.modules and a function elsewhere
+                assert objects.setdefault(name, scope[name]) is scope[name], (path, name)
 
 
-def test_l2norm_stays_a_module():
-    assert inspect.ismodule(fla.modules.l2norm)
+def test_no_submodule_is_hidden_by_a_function():
+    """One is, as in FLA: clients import the function `causal_conv1d` from `fla.modules.conv`."""
+    paths = [name for _, name, _ in pkgutil.walk_packages(fla.modules.__path__, 'fla.modules.') if '.backends.' not in name]
+    for path in paths:
+        importlib.import_module(path)
+    hidden = []
+    for path in paths:
+        parent, _, name = path.rpartition('.')
+        if not inspect.ismodule(getattr(importlib.import_module(parent), name)):
+            hidden.append(path)
+    assert hidden == ['fla.modules.conv.causal_conv1d']
 
 
 @pytest.mark.parametrize('name', SIGNATURES)
@@ -94,7 +134,7 @@ TWICE = [
 
 @pytest.mark.parametrize('name', TWICE)
 def test_differentiable_twice(name):
-    """On the reference; losses in test_losses.py."""
+    """On the reference; for losses see test_losses.py."""
     module, function = name.split('.')
     call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
     x = torch.randn(1, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).expand(2, 8, 6)
@@ -122,12 +162,12 @@ def test_meta_tensors_compile_and_autocast(name):
     compiled = torch.compile(call, fullgraph=True, backend='aot_eager')(*CALLS[name](x))
     torch.testing.assert_close(compiled, expected)
 
-    if function not in ('swiglu_linear', 'fused_linear_cross_entropy_loss'):  # a linear map is what autocast is for
+    if function not in ('swiglu_linear', 'fused_linear_cross_entropy_loss'):  # autocast changes linear maps
         with torch.autocast('cpu', torch.bfloat16):
             torch.testing.assert_close(call(*CALLS[name](x)), expected, rtol=0, atol=0)
 
 
-# tensors that may not be left out, by function
+# required tensors, by function
 REQUIRED = {
     'layernorm.rms_norm': 'x',
     'layernorm.layer_norm': 'x',
@@ -148,7 +188,7 @@ REQUIRED = {
 @pytest.mark.parametrize('name', CALLS)
 @pytest.mark.parametrize('dispatched', [True, False])
 def test_none_for_a_tensor(name, dispatched):
-    """Also where nothing is dispatched: a call is then one of the function that was decorated."""
+    """Also with dispatch off, where a call runs the decorated function itself."""
     module, function = name.split('.')
     call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
     call = call if dispatched else call.__wrapped__
@@ -161,7 +201,7 @@ def test_none_for_a_tensor(name, dispatched):
 
 @pytest.mark.parametrize('name', CALLS)
 def test_the_default_says_that_it_needs_a_gpu(name):
-    """Where nothing is dispatched; where something is, `reference` serves tensors of a CPU."""
+    """With dispatch off; otherwise `reference` serves CPU tensors."""
     module, function = name.split('.')
     call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
     first = REQUIRED[name].split()[0]

@@ -11,12 +11,12 @@ pytest.importorskip('triton')
 from fla.backends import default_dispatcher, explain, on_error, trace, use_backend
 from fla.modules import RotaryEmbedding, ShortConvolution
 from fla.modules.activations import silu_and_mul, swiglu, swiglu_linear
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
-from fla.modules.fused_norm_gate import rms_norm_gated
-from fla.modules.l2norm import l2norm
-from fla.modules.layernorm import group_norm, layer_norm, rms_norm
+from fla.modules.norm.fused_norm_gate import rms_norm_gated
+from fla.modules.norm.l2norm import l2norm
+from fla.modules.norm.layernorm import group_norm, layer_norm, rms_norm
 from fla.modules.rotary import rotary_embedding
 
 from .test_paths import CALLS, REQUIRED
@@ -35,7 +35,7 @@ def dtype_of(name):
     return f'dtype of {name!r} must be torch.float16, torch.bfloat16, torch.float32, got torch.float64'
 
 
-# function, arguments, what the default says
+# function, arguments, the default's reason
 REJECTIONS = [
     *((one, {'x': WIDE, 'weight': None}, dtype_of('x')) for one in (rms_norm, layer_norm, group_norm)),
     *((one, {'x': ROW, 'weight': WIDE_VECTOR}, dtype_of('weight')) for one in (rms_norm, layer_norm, group_norm)),
@@ -89,7 +89,8 @@ def test_rejected_by_the_default(function, arguments, why):
     assert why in decision['default'].reason
 
 
-WRITTEN = {  # what may be changed in place, so that nobody may try again: module, launch, call, and what was changed
+# functions that write in place, so that a failure must not fall back: module, launch, call, and the tensors
+WRITTEN = {
     'causal_conv1d_update': (
         'convolution_autograd',
         'update',
@@ -103,7 +104,7 @@ WRITTEN = {  # what may be changed in place, so that nobody may try again: modul
         lambda: (TABLE, torch.ones(1, 3, 2, 4)),
     ),
     'cross_entropy_loss': (
-        'losses',
+        'cross_entropy_autograd',
         '_InPlace',
         lambda target, logits: cross_entropy_loss(logits.requires_grad_() * 1, target, inplace_backward=True),
         lambda: (TARGET, torch.ones(2, 8)),
@@ -114,7 +115,7 @@ WRITTEN = {  # what may be changed in place, so that nobody may try again: modul
 @pytest.mark.interpreted
 @pytest.mark.parametrize('name', WRITTEN)
 def test_what_may_be_half_written_never_runs_twice(monkeypatch, name):
-    """A failure of the default is not tried again on another backend, whatever the policy says."""
+    """After a failure of the default no other backend runs, whatever the policy is."""
     module, launch, call, new = WRITTEN[name]
     module = importlib.import_module(f'fla.modules.kernels.{module}')
     first, written = new()
@@ -135,7 +136,7 @@ def test_what_may_be_half_written_never_runs_twice(monkeypatch, name):
     with on_error('fallback'), pytest.raises(NotImplementedError, match='half way'):
         call(first, written)
     assert (written == -1).all()
-    # where nothing is written, somebody else goes on
+    # a function that writes nothing falls back
     monkeypatch.setattr(importlib.import_module('fla.modules.kernels.activations'), 'swiglu', Failing())
     with on_error('fallback'), trace() as recorded:
         swiglu(ROW, ROW)
@@ -146,7 +147,7 @@ def test_what_may_be_half_written_never_runs_twice(monkeypatch, name):
 @pytest.mark.interpreted
 @pytest.mark.parametrize('name', CALLS)
 def test_one_error_from_every_backend(name):
-    """Of another dtype, of another shape, of no tensor: named before anybody is asked."""
+    """A wrong dtype, a wrong shape or no tensor: the error names the argument before any backend is tried."""
     module, function = name.split('.')
     call = getattr(importlib.import_module(f'fla.modules.{module}'), function)
     for required in REQUIRED[name].split():
@@ -163,12 +164,12 @@ def test_one_error_from_every_backend(name):
                     else:
                         errors.add(f'{backend} took it')
             if errors == {'default took it', 'reference took it'}:
-                continue  # any leading dimensions, as norms and activations have them
+                continue  # norms and activations take any leading dimensions
             assert len(errors) == 1, errors
             assert required in errors.pop()
 
 
-SPARSE = {  # what `CALLS` leave out
+SPARSE = {  # arguments that `CALLS` leave out
     'residual': lambda one: rms_norm(ROW, VECTOR, residual=one(ROW)),
     'bias': lambda one: layer_norm(ROW, VECTOR, one(VECTOR)),
     'y': lambda one: swiglu(ROW, one(ROW)),
@@ -183,7 +184,7 @@ SPARSE = {  # what `CALLS` leave out
 
 
 def nested(x):
-    """Of PyTorch's first layout, which says that it is strided and has no sizes."""
+    """Nested tensors of PyTorch's first layout, which claims to be strided and has no sizes."""
     return torch.nested.nested_tensor(list(x.detach()))
 
 

@@ -90,7 +90,7 @@ def test_empty():
 
 
 def test_positions_beyond_the_table(monkeypatch):
-    monkeypatch.setattr('fla.modules.rotary.readable', lambda one: False)  # as on a GPU
+    monkeypatch.setattr('fla.modules.rotary.ops.readable', lambda one: False)  # as on a GPU
     x, table = torch.ones(1, 3, 1, 2), torch.arange(4.0)[:, None]
     y = rotary_embedding(x, table, 0 * table, seqlen_offsets=torch.tensor([2]))
     assert y[0, :, 0, 0].tolist() == [2, 3, 3]
@@ -161,10 +161,10 @@ ROW = {'q': (1, 5, 4, 8), 'k': (1, 5, 2, 8)}
         (
             {'position_ids': torch.ones(2, 5), 'seqlen_offset': 1},
             ValueError,
-            'position_ids says each position: with it, pass no',
+            'position_ids gives every position: with it, pass no',
         ),
-        ({'position_ids': torch.ones(1, 5), 'cu_seqlens': torch.tensor([0, 5]), **ROW}, ValueError, 'position_ids says'),
-        ({'position_ids': torch.ones(2, 5), 'seqlen_offset': torch.zeros(2).int()}, ValueError, 'position_ids says'),
+        ({'position_ids': torch.ones(1, 5), 'cu_seqlens': torch.tensor([0, 5]), **ROW}, ValueError, 'position_ids gives'),
+        ({'position_ids': torch.ones(2, 5), 'seqlen_offset': torch.zeros(2).int()}, ValueError, 'position_ids gives'),
         ({'q': (8,)}, ValueError, r'q must be \[B, T, H, D\], got shape \[8\]'),
         ({'k': (2, 5, 8)}, ValueError, r'k must be \[B, T, H, D\], got shape \[2, 5, 8\]'),
         ({'k': (2, 5, 2, 6)}, ValueError, 'k must have D of at least dim = 8'),
@@ -241,7 +241,7 @@ def test_position_ids_of_any_dtype(kind):
 
 
 def test_arguments_of_flash_linear_attention():
-    """Those without effect change nothing."""
+    """Arguments without effect change nothing."""
     layer = RotaryEmbedding(4, 100.0, None, True, pos_idx_in_fp32=False, device='cpu')
     q = tensor(2, 5, 4, 6, dtype=torch.float32)
     for found, wanted in zip(

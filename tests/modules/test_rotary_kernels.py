@@ -65,7 +65,7 @@ def test_packed(lengths, kind):
 
 @pytest.mark.interpreted
 def test_many_rows():
-    """Programs of several rows across steps, heads and batch rows, the last one not full."""
+    """Programs span several steps, heads and batch rows, and the last one is partial."""
     cos, sin = tensor(7, 16, dtype=torch.bfloat16), tensor(7, 16, dtype=torch.float16)
     x = tensor(3, 7, 5, 32, dtype=torch.bfloat16)
     against(x, cos, sin, bounds.elementwise(torch.bfloat16))
@@ -79,10 +79,10 @@ def divide(n, out, d, reciprocal, BLOCK: tl.constexpr):
 
 @pytest.mark.interpreted
 def test_quotients():
-    """Exact where a product that is cut off is most easily wrong: around multiples of d, up to 2^31."""
+    """Exact where a truncated product is most easily wrong: around multiples of d, up to 2^31."""
     top = 2**31 - 1
     for d in (1, 2, 3, 5, 7, 12, 641, 2047, 2048, 2049, 65537, 2**30 - 1, 2**30, 2**30 + 1, top - 1, top):
-        assert _reciprocal(d) >= 2**32  # or Triton made it an argument of 32 bits
+        assert _reciprocal(d) >= 2**32  # otherwise Triton would pass it as 32 bits
         multiples = [d * (top // d * i // 63) for i in range(64)]
         n = torch.tensor([max(0, min(top, one + more)) for one in multiples for more in (-1, 0, 1, d // 2)])
         for dtype in (torch.int32, torch.int64):
@@ -94,7 +94,7 @@ def test_quotients():
 @pytest.mark.interpreted
 @pytest.mark.parametrize('shape', [(5, 1, 3, 32), (2, 9, 1, 32), (1, 3, 40, 16), (40, 1, 1, 8), (2, 3, 16, 32)], ids=str)
 def test_rows_of_several_steps_and_batches(shape):
-    """Programs whose rows are less than a step, or several, or several batch rows."""
+    """A program has a part of a step, several steps, or several batch rows."""
     cos, sin = (tensor(12, shape[3] // 2, dtype=torch.float32) for _ in range(2))
     for offsets in (0, torch.arange(shape[0]) % 4):
         against(tensor(*shape, dtype=torch.float32), cos, sin, bounds.elementwise(torch.float32), seqlen_offsets=offsets)
@@ -126,7 +126,7 @@ def test_strides():
 @pytest.mark.interpreted
 @served_by('default')
 def test_in_place():
-    """A slice of packed queries, keys and values is rotated, its neighbours stay; once, also for a caller that trains."""
+    """Rotates a slice of packed queries, keys and values in place, once, and leaves the rest, also in training."""
     cos, sin = tensor(5, 3, dtype=torch.float32), tensor(5, 3, dtype=torch.float32)
     qkv = tensor(2, 5, 3, 2, 6, dtype=torch.float32)
     before = qkv.clone()
@@ -150,7 +150,7 @@ def test_in_place():
 @pytest.mark.interpreted
 @served_by('default')
 def test_nothing_is_read_beyond_the_tables(monkeypatch):
-    monkeypatch.setattr('fla.modules.rotary.readable', lambda one: False)  # as on a GPU
+    monkeypatch.setattr('fla.modules.rotary.ops.readable', lambda one: False)  # as on a GPU
     x, table = torch.ones(1, 3, 1, 2), torch.arange(4.0)[:, None]
     y = rotary_embedding(x, table, 0 * table, seqlen_offsets=torch.tensor([2]))
     assert y[0, :, 0, 0].tolist() == [2, 3, 3]
@@ -210,7 +210,7 @@ def test_operators_and_compiled_callers():
 @pytest.mark.triton
 @pytest.mark.parametrize('capability', [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_compiles(capability):
-    """Without a spill, in accesses of 16 bytes, from slices of packed queries, keys and values too."""
+    """No spills, and 16-byte accesses, also for slices of packed queries, keys and values."""
     from fla.modules.kernels.rotary import _backward, _forward, _in_place
 
     with compile_only(capability) as compiled:

@@ -1,4 +1,4 @@
-"""Places beyond 2^31 in tensors whose memory is touched here and there only: by strides, and in a grid's last program."""
+"""Offsets beyond 2^31: by strides, and in the last program of a grid. Only a little of the memory is touched."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from fla.modules.activations import swiglu
-from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from fla.modules.fused_cross_entropy import cross_entropy_loss
 from fla.modules.rotary import rotary_embedding
 from tests import bounds
@@ -24,7 +24,7 @@ FAR = 2**31
 
 
 def far_apart(shape, dim, dtype):
-    """A tensor of a few numbers whose last one along a dimension is 2^31 places from the first."""
+    """A small tensor whose last element along a dimension is 2^31 elements after the first."""
     apart = FAR // (shape[dim] - 1) + 1
     rest = [size if d != dim else 1 for d, size in enumerate(shape)]
     strides = [*torch.empty(rest, device='meta').stride()]
@@ -33,7 +33,7 @@ def far_apart(shape, dim, dtype):
 
 
 class LastProgram:
-    """A kernel of whose grid only the last program runs."""
+    """A kernel that runs only the last program of its grid."""
 
     def __init__(self, kernel):
         self.kernel = kernel

@@ -1,4 +1,4 @@
-"""The tables of docs/modules.md say of each package what its backend does."""
+"""The tables of docs/modules.md agree with the backends."""
 
 import importlib
 import inspect
@@ -16,7 +16,7 @@ TEXT = (ROOT / 'docs/modules.md').read_text(encoding='utf-8').partition('## Time
 
 
 def tables():
-    """What stands in each row under each name, of every table with one column a backend."""
+    """The cells of every table with one column per backend, by row and backend."""
     found, names = [], None
     for line in TEXT.splitlines():
         cells = [cell.strip() for cell in line.split('|')[1:-1]]
@@ -50,7 +50,7 @@ def test_package(name):
     assert backend.default_enable is False
 
 
-# how it is said that an argument is not taken
+# how the tables say that an argument is not supported
 MISSING = {
     'residual': 'no residual',
     'bias': 'no bias',

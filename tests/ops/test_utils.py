@@ -25,13 +25,13 @@ def ends_of(lens, dtype=torch.int64):
 
 
 def steps(lens, *rest, dtype=FP64):
-    """Two rows of 13 steps, or packed ones."""
+    """Two rows of 13 steps, or packed sequences."""
     shape = (2, 13) if lens is None else (1, sum(lens))
     return torch.randn(*shape, *rest, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
 def spans(lens, batch, length, size):
-    """(row, first, last) of each chunk; chunks as long as sequences for no size."""
+    """(row, first, last) of each chunk; without a size a chunk is a sequence."""
     found = []
     for row in range(batch):
         start = 0
@@ -112,7 +112,7 @@ def test_inverses(lens, size):
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, FP32], ids=str)
 def test_dtypes(dtype):
-    """Summed and solved in float32, whatever comes."""
+    """Half-precision arguments are summed and solved in float32."""
     x = (steps(None, 2, 16) / 4).to(dtype)
     for call in (lambda x: chunk_local_cumsum(x, 4), chunk_global_cumsum, solve_tril):
         found, right = call(x), call(x.double())

@@ -1,7 +1,7 @@
 """SwiGLU: `silu(x) y`, forward and backward, element by element in float32.
 
-The backward recomputes what it needs from x and y. `swiglu_linear` does not keep `silu(x) y` either: its backward writes it
-again, for the gradient of the weight, in the pass that writes the gradients of x and y.
+The backward saves only x and y. That of `swiglu_linear` needs `silu(x) y` for the gradient of the weight; it writes it again
+in the pass that writes the gradients of x and y.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fla.utils.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
-def _place(D, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The rows and columns of a program: neighbouring programs share rows."""
-    across = (D - 1) // BLOCK + 1  # D may be close to the end of 32 bits
+def _rows_and_columns(D, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows and columns of a program. Adjacent programs share rows."""
+    blocks = (D - 1) // BLOCK + 1  # not cdiv, whose sum may overflow: D may be close to 2^31
     program = tl.program_id(0)
-    row = (program // across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    col = (program % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = (program // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    col = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return row[:, None], col[None, :]
 
 
@@ -35,7 +35,7 @@ def _place(D, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
 def _forward(x, y, z, count, D, x_row, y_row, HALVES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     if HALVES:
         y += D
-    row, col = _place(D, BLOCK_ROWS, BLOCK)
+    row, col = _rows_and_columns(D, BLOCK_ROWS, BLOCK)
     inside = (row < count) & (col < D)
     a = tl.load(x + row * x_row + col, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(y + row * y_row + col, mask=inside, other=0.0).to(tl.float32)
@@ -60,11 +60,11 @@ def _backward(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """With s = sigmoid(x): dx = dz y s (1 + x (1 - s)), dy = dz x s; and z = x s y again where it is wanted."""
+    """With s = sigmoid(x): dx = dz y s (1 + x (1 - s)), dy = dz x s, and z = x s y again unless z is None."""
     if HALVES:
         y += D
         dy += D
-    row, col = _place(D, BLOCK_ROWS, BLOCK)
+    row, col = _rows_and_columns(D, BLOCK_ROWS, BLOCK)
     inside = (row < count) & (col < D)
     a = tl.load(x + row * x_row + col, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(y + row * y_row + col, mask=inside, other=0.0).to(tl.float32)
@@ -78,7 +78,7 @@ def _backward(
 
 
 def _tile(count: int, D: int, itemsize: int) -> tuple[int, int, tuple[int]]:
-    """Rows and columns of a program, and the grid: 4 KiB of each tensor, so 32 bytes of each a thread of four warps."""
+    """Rows and columns of a program, and the grid. A program has 4 KiB of each tensor, 32 bytes per thread of four warps."""
     numbers = 4096 // itemsize
     block = min(next_power_of_2(D), numbers)
     block_rows = min(numbers // block, next_power_of_2(count))
@@ -86,7 +86,7 @@ def _tile(count: int, D: int, itemsize: int) -> tuple[int, int, tuple[int]]:
 
 
 def _launch_forward(x: torch.Tensor, y: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """`silu(x) y`, or of the halves of x where there is no y, contiguous."""
+    """Returns `silu(x) y`, contiguous; without y, x holds both halves."""
     D = x.shape[-1] if y is not None else x.shape[-1] // 2
     z = torch.empty((*x.shape[:-1], D), dtype=dtype, device=x.device)
     if z.numel() == 0:
@@ -96,7 +96,7 @@ def _launch_forward(x: torch.Tensor, y: torch.Tensor | None, dtype: torch.dtype)
     if y is None:
         second, second_row = x, x_row
     elif x_row == second_row == D:
-        # as one row: no remainder at the end of each
+        # one long row has a remainder only at its end
         count, D = 1, z.numel()
     block_rows, block, grid = _tile(count, D, x.element_size())
     with on_device_of(x):
@@ -107,7 +107,7 @@ def _launch_forward(x: torch.Tensor, y: torch.Tensor | None, dtype: torch.dtype)
 def _launch_backward(
     x: torch.Tensor, y: torch.Tensor | None, dz: torch.Tensor, z: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of x and y, contiguous; without y that of x, twice. Where z is given, `silu(x) y` is written into it."""
+    """Returns the gradients of x and y, contiguous; without y, that of x twice. Writes `silu(x) y` into z, if given."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dy = dx if y is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel() == 0:
@@ -153,7 +153,7 @@ silu_and_mul = opaque(
 
 
 def _linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    with without_autocast(x.device):  # whoever called has cast already
+    with without_autocast(x.device):  # the caller has cast the weight
         return F.linear(_launch_forward(x, y, weight.dtype), weight, bias)
 
 

@@ -20,9 +20,9 @@ def _fake(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
     output_final_state: bool,
-    silu: bool,
+    activation: str | None,
+    cu_seqlens: torch.Tensor | None,
 ) -> Any:
     final = None
     if output_final_state:
@@ -38,8 +38,8 @@ def _backward(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     initial_state: torch.Tensor | None,
+    activation: str | None,
     cu_seqlens: torch.Tensor | None,
-    silu: bool,
     dy: torch.Tensor,
     dfinal_state: torch.Tensor | None,
     needs_input_grad: Sequence[bool],
@@ -47,18 +47,20 @@ def _backward(
     needs = dict(zip(('x', 'weight', 'bias', 'residual', 'initial_state'), needs_input_grad, strict=True))
     dx = dweight = dbias = dresidual = dstate = None
     if any(need for name, need in needs.items() if name != 'residual'):
-        dx, dweight, dbias, dstate = launch_backward(x, weight, bias, initial_state, cu_seqlens, silu, dy, dfinal_state)
+        dx, dweight, dbias, dstate = launch_backward(
+            x, weight, bias, initial_state, activation, cu_seqlens, dy, dfinal_state
+        )
     if residual is not None and needs['residual']:
-        dresidual = dy.to(residual.dtype, copy=True)  # operators return no argument
-    gradients = {'x': dx, 'weight': dweight, 'bias': dbias, 'residual': dresidual, 'initial_state': dstate}
-    return tuple(gradients[name] if need else None for name, need in needs.items())
+        dresidual = dy.to(residual.dtype, copy=True)  # an operator must not return an argument
+    gradients = (dx, dweight, dbias, dresidual, dstate)
+    return tuple(gradient if need else None for gradient, need in zip(gradients, needs_input_grad, strict=True))
 
 
 convolution = opaque(
     'fla::causal_conv1d',
     schema=(
-        '(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_state, Tensor? cu_seqlens, '
-        'bool output_final_state, bool silu) -> (Tensor y, Tensor? final_state)'
+        '(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_state, bool output_final_state, '
+        'str? activation, Tensor? cu_seqlens) -> (Tensor y, Tensor? final_state)'
     ),
     forward=launch_forward,
     fake=_fake,
@@ -69,8 +71,8 @@ convolution = opaque(
 
 update = opaque(
     'fla::causal_conv1d_update',
-    schema='(Tensor x, Tensor(a!) cache, Tensor? residual, Tensor weight, Tensor? bias, bool silu) -> Tensor y',
+    schema='(Tensor x, Tensor(a!) cache, Tensor? residual, Tensor weight, Tensor? bias, str? activation) -> Tensor y',
     forward=launch_update,
-    fake=lambda x, cache, residual, weight, bias, silu: x.new_empty(x.shape),
+    fake=lambda x, *_: x.new_empty(x.shape),
     devices=DEVICES,
 )

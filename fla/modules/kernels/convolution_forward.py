@@ -2,8 +2,8 @@
 # Tuples grow in these kernels, which Python's types cannot follow.
 """The forward of the short causal convolution, in one launch.
 
-Programs walk along time with the last steps in registers. They go from sequence to sequence, so that only the first steps of
-one need a mask or a state: instructions, not memory, would bound it otherwise.
+A program walks along time with the last W - 1 steps in registers. It goes from sequence to sequence, so that only the first
+steps of a sequence need a mask or a state. Otherwise instructions, not memory, would bound the kernel.
 """
 
 from __future__ import annotations
@@ -12,16 +12,24 @@ import torch
 import triton
 import triton.language as tl
 
-from fla.modules.kernels.convolution_common import _activated, _bound, _dense, _offset, _strides, _weights, _window
+from fla.modules.kernels.convolution_common import (
+    activate,
+    clamped_bound,
+    is_dense,
+    load_bias,
+    load_weight,
+    load_window,
+    strides_of,
+)
 from fla.ops.launch.kernels.layout import sequence_of
 from fla.ops.launch.launch_cache import launch_kernel
 from fla.ops.launch.triton_call import in_rows, on_device_of, resolve_neg
 from fla.utils.sizes import next_power_of_2
 
 # Measured on an H200 with bfloat16 and W = 4.
-RUNS, WIDTHS = (8, 64), (8, 16)  # of few, and of many numbers: steps of a program, bytes a thread has of each
+TILE_STEPS, THREAD_BYTES = (8, 64), (8, 16)  # for few and for many numbers: steps of a program, bytes of a row per thread
 MANY_NUMBERS = 1 << 25  # of x
-AT_ONCE = 8  # steps that a program asks for at once
+BLOCK_STEPS = 8  # steps whose loads a program issues together
 
 
 @triton.jit
@@ -29,14 +37,14 @@ def _step(y, column, offset, taps, residual, d, inside, W: tl.constexpr, SILU: t
     acc = offset
     for w in tl.static_range(W):
         acc += column[w] * taps[w]
-    acc = _activated(acc, SILU)
+    acc = activate(acc, SILU)
     if HAS_RESIDUAL:
         acc += residual.to(tl.float32)
     tl.store(y + d, acc.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _steps(
+def _block(
     x,
     residual,
     y,
@@ -55,10 +63,10 @@ def _steps(
     BT: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """`count` steps, ALL: BT of them; what they load is asked for at once. Returns where the next ones are, and what is
-    before them."""
+    """`count` steps (BT of them with ALL), whose loads are issued together. Returns pointers to the next step, and the W - 1
+    steps before it."""
     rows = ()
-    residuals = ()  # or, not looked at, the same rows
+    residuals = ()  # without a residual the rows again, unused
     for i in tl.static_range(BT):
         mask = inside if ALL else inside & (tl.full(inside.shape, i, tl.int32) < count)
         rows = rows + (tl.load(x + d, mask=mask),)
@@ -74,7 +82,7 @@ def _steps(
         if ALL:
             _step(y, column, offset, taps, residuals[i], d, inside, W, SILU, HAS_RESIDUAL)
         else:
-            # a branch, not a mask: of many short sequences most steps would be nothing else
+            # a branch, not a mask: with many short sequences most blocks are partial
             if i < count:
                 _step(y, column, offset, taps, residuals[i], d, inside, W, SILU, HAS_RESIDUAL)
         y += y_t
@@ -82,7 +90,7 @@ def _steps(
 
 
 @triton.jit
-def _convolve(
+def _tile(
     x,
     weight,
     bias,
@@ -116,11 +124,11 @@ def _convolve(
     BD: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """R steps of y from `begin` on, sequence by sequence. x, residual, y begin with the row of the batch."""
+    """R steps of y from `begin` on, sequence by sequence. x, residual and y point to batch row b."""
     d = first + tl.arange(0, BD)
     inside = d < D
-    column = _weights(weight, first, D, w_d, w_w, W, DENSE, BD)
-    offset = _offset(bias, d, D, bias_d, HAS_BIAS)
+    column = load_weight(weight, first, D, w_d, w_w, W, DENSE, BD)
+    offset = load_bias(bias, d, D, bias_d, HAS_BIAS)
     stop = tl.minimum(begin + R, T)
     t = begin
     while t < stop:
@@ -129,24 +137,23 @@ def _convolve(
         end = stop
         if PACKED:
             n = tl.max(sequence_of(t + tl.zeros([1], tl.int32), cu_seqlens, N, levels)).to(tl.int64)
-            start = _bound(cu_seqlens, n, T, True)
-            end = tl.minimum(_bound(cu_seqlens, n + 1, T, True), stop)
-            end = tl.where(end > t, end, stop)  # whatever the lengths, there is an end to this
-        window = _window(x, state, n, start, t, d, inside, x_t, s_n, s_d, s_w, W, HAS_STATE)
+            start = clamped_bound(cu_seqlens, n, T)
+            end = tl.minimum(clamped_bound(cu_seqlens, n + 1, T), stop)
+            end = tl.where(end > t, end, stop)  # the loop ends for any cu_seqlens
+        window = load_window(x, state, n, start, t, d, inside, x_t, s_n, s_d, s_w, W, HAS_STATE)
         at = tl.cast(t, tl.int64)
         x_row = x + at * x_t
         y_row = y + at * D
         r_row = y_row
         if HAS_RESIDUAL:
             r_row = residual + at * r_t
-        # a few steps at a time
         for _ in range((end - t) // BT):
-            x_row, r_row, y_row, window = _steps(
+            x_row, r_row, y_row, window = _block(
                 *(x_row, r_row, y_row, column, offset, window, BT, d, inside, x_t, r_t, D),
                 *(W, SILU, HAS_RESIDUAL, BT, True),
             )
         if (end - t) % BT > 0:
-            _steps(
+            _block(
                 *(x_row, r_row, y_row, column, offset, window, (end - t) % BT, d, inside, x_t, r_t, D),
                 *(W, SILU, HAS_RESIDUAL, BT, False),
             )
@@ -154,7 +161,7 @@ def _convolve(
 
 
 @triton.jit
-def _last_steps(
+def _final_state(
     x,
     state,
     cu_seqlens,
@@ -172,22 +179,22 @@ def _last_steps(
     PACKED: tl.constexpr,
     BW: tl.constexpr,
 ):
-    """The last W steps of sequence n."""
+    """Stores the last W steps of sequence n."""
     start = 0
     end = T
     if PACKED:
-        start = _bound(cu_seqlens, n, T, True)
-        end = _bound(cu_seqlens, n + 1, T, True)
+        start = clamped_bound(cu_seqlens, n, T)
+        end = clamped_bound(cu_seqlens, n + 1, T)
     w = tl.arange(0, BW)
     step = end - start - W + w
-    there = (w < W)[:, None] & (d < D)[None, :]
+    valid = (w < W)[:, None] & (d < D)[None, :]
     place = x + (start + step).to(tl.int64)[:, None] * x_t + d[None, :]
-    last = tl.load(place, mask=there & (step >= 0)[:, None], other=0.0).to(tl.float32)
+    last = tl.load(place, mask=valid & (step >= 0)[:, None], other=0.0).to(tl.float32)
     if HAS_STATE:
         place = state + n * s_n + (tl.maximum(W + step, 0).to(tl.int64) * s_w)[:, None] + d[None, :].to(tl.int64) * s_d
-        last += tl.load(place, mask=there & (step < 0)[:, None], other=0.0).to(tl.float32)
+        last += tl.load(place, mask=valid & (step < 0)[:, None], other=0.0).to(tl.float32)
     place = final + (n * D + d)[None, :] * W + w[:, None]
-    tl.store(place, last.to(final.dtype.element_ty), mask=there)
+    tl.store(place, last.to(final.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=['T', 'N', 'tiles', 'extra', 'levels'])
@@ -231,8 +238,8 @@ def _forward(
     """Grid (B * (tiles + extra) * ceil(D / BD),): a tile is R steps; the extra programs write final states `[N, D, W]`.
 
     Args:
-        x, residual: `[B, T, D]` by strides, the last 1; y: `[B, T, D]`, contiguous.
-        weight: `[D, W]`, bias: `[D]`, state: `[N, D, W]`, by strides.
+        x, residual: `[B, T, D]` with strides, the last 1; y: `[B, T, D]`, contiguous.
+        weight: `[D, W]`, bias: `[D]`, state: `[N, D, W]`, with strides.
     """
     blocks = tl.cdiv(D, BD)
     pid = tl.program_id(0)
@@ -245,59 +252,15 @@ def _forward(
         if HAS_RESIDUAL:
             residual += b * r_b
         y += b * T * D
-        _convolve(
-            x,
-            weight,
-            bias,
-            residual,
-            state,
-            cu_seqlens,
-            y,
-            b,
-            tile * R,
-            first,
-            T,
-            D,
-            N,
-            levels,
-            x_t,
-            r_t,
-            w_d,
-            w_w,
-            bias_d,
-            s_n,
-            s_d,
-            s_w,
-            W,
-            SILU,
-            HAS_BIAS,
-            HAS_RESIDUAL,
-            HAS_STATE,
-            PACKED,
-            DENSE,
-            R,
-            BD,
-            BT,
+        _tile(
+            *(x, weight, bias, residual, state, cu_seqlens, y, b, tile * R, first, T, D, N, levels),
+            *(x_t, r_t, w_d, w_w, bias_d, s_n, s_d, s_w),
+            *(W, SILU, HAS_BIAS, HAS_RESIDUAL, HAS_STATE, PACKED, DENSE, R, BD, BT),
         )
     elif final is not None:
-        _last_steps(
-            x,
-            state,
-            cu_seqlens,
-            final,
-            b + (tile - tiles),
-            first + tl.arange(0, BD),
-            T,
-            D,
-            x_t,
-            s_n,
-            s_d,
-            s_w,
-            W,
-            HAS_STATE,
-            PACKED,
-            BW,
-        )
+        n = b + (tile - tiles)
+        d = first + tl.arange(0, BD)
+        _final_state(x, state, cu_seqlens, final, n, d, T, D, x_t, s_n, s_d, s_w, W, HAS_STATE, PACKED, BW)
 
 
 def launch_forward(
@@ -306,11 +269,11 @@ def launch_forward(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
     output_final_state: bool,
-    silu: bool,
+    activation: str | None,
+    cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y and the final state or None."""
+    """Returns y, and the final state or None; see `causal_conv1d`."""
     (batch, length, D), W = x.shape, weight.shape[1]
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     x, residual = in_rows(x), None if residual is None else in_rows(residual)
@@ -322,10 +285,10 @@ def launch_forward(
         dtype = x.dtype if initial_state is None else initial_state.dtype
         final = torch.empty((count, D, W), dtype=dtype, device=x.device)
     many = batch * length * D > MANY_NUMBERS
-    run, width = RUNS[many], WIDTHS[many]
-    channels = 32 * width // x.element_size() // (1 if W <= 4 else 2)  # for as many registers
+    steps, thread_bytes = TILE_STEPS[many], THREAD_BYTES[many]
+    channels = 32 * thread_bytes // x.element_size() // (1 if W <= 4 else 2)  # keeps the number of registers
     block = min(next_power_of_2(max(D, 1)), channels)
-    tiles, extra = -(-length // run), 0
+    tiles, extra = -(-length // steps), 0
     if final is not None:
         extra = 1 if cu_seqlens is None else count
     programs = batch * (tiles + extra) * -(-D // block)
@@ -336,10 +299,11 @@ def launch_forward(
                 (programs,),
                 *(x, weight, bias, residual, initial_state, cu_seqlens, y, final),
                 *(length, D, count, tiles, extra, count.bit_length()),
-                *(*_strides(x, 2), *_strides(residual, 2), *weight.stride(), *_strides(bias, 1)),
-                *_strides(initial_state, 3),
-                *(W, silu, bias is not None, residual is not None, initial_state is not None, cu_seqlens is not None),
-                *(_dense(weight), run, block, next_power_of_2(W), AT_ONCE),
+                *(*strides_of(x, 2), *strides_of(residual, 2), *weight.stride(), *strides_of(bias, 1)),
+                *strides_of(initial_state, 3),
+                *(W, activation is not None, bias is not None, residual is not None),
+                *(initial_state is not None, cu_seqlens is not None),
+                *(is_dense(weight), steps, block, next_power_of_2(W), BLOCK_STEPS),
                 num_warps=1,
             )
     return y, final

@@ -1,7 +1,7 @@
-"""Cross entropy of rows of logits, which are read once forward and once backward.
+"""Cross entropy of rows of logits. Forward and backward each read the logits once.
 
-With v the logits after scale and cap, m their maximum and s = sum e^(v - m), what is kept of a row for the backward is m and
-log s, apart: their sum would round away what is left of logits of a few hundred.
+With v the logits after scale and cap, m their maximum and s = sum e^(v - m), the backward needs m and log s of each row.
+They are saved separately: for logits of a few hundred, their sum would round log s away.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fla.utils.sizes import cdiv, next_power_of_2
 
 @triton.jit
 def _tanh(y):
-    """tanh and its derivative, without losing small values of either: 1 - e^-2y is off by 6e-8 of 1, not of y, and so is
-    1 - tanh^2 of its result."""
+    """tanh and its derivative, accurate for small values of either. The formulas 1 - e^-2y and 1 - tanh^2 have an absolute
+    error of 6e-8, not a relative one."""
     square = y * y
     series = 62.0 / 2835 + square * (-1382.0 / 155925)
     series = 2.0 / 15 + square * (-17.0 / 315 + square * series)
@@ -36,7 +36,7 @@ def _tanh(y):
 
 @triton.jit
 def _transformed(x, scale, cap, CAPPED: tl.constexpr):
-    """A logit after scale and cap, and the derivative of the cap."""
+    """The logit after scale and cap, and the derivative of the cap."""
     v = x.to(tl.float32) * scale
     slope = 1.0
     if CAPPED:
@@ -47,12 +47,12 @@ def _transformed(x, scale, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _sum(v, K: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr):
-    """Of what each thread holds of a tile."""
+    """The sum of a tile for each thread."""
     return tl.sum(tl.sum(tl.reshape(v, (K, THREADS, WIDTH)), 2), 0)
 
 
 @triton.jit
-def _with_tile(
+def _add_tile(
     m,
     s,
     total,
@@ -68,8 +68,8 @@ def _with_tile(
     WIDTH: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """Maxima, sums and totals `[THREADS]` of what each thread has seen, and of the tile at `at`. V columns are left of the
-    row; a tile that is WHOLE needs no mask, which would have to be aligned too."""
+    """Updates each thread's maximum, sum and total `[THREADS]` with the tile at `at`. V columns of the row remain. A WHOLE
+    tile needs no mask, which would have to be aligned too."""
     col = tl.arange(0, K * THREADS * WIDTH)
     inside = col < V
     if WHOLE:
@@ -82,7 +82,7 @@ def _with_tile(
     if not WHOLE:
         v = tl.where(inside, v, -float('inf'))
     larger = tl.maximum(m, tl.max(tl.max(tl.reshape(v, (K, THREADS, WIDTH)), 2), 0))
-    # of nothing but -inf
+    # if all values are -inf
     shift = tl.where(larger == -float('inf'), 0.0, larger)
     v = tl.reshape(v, (K, THREADS, WIDTH)) - shift[None, :, None]
     return larger, s * exp32(m - shift) + _sum(exp32(v), K, THREADS, WIDTH), total
@@ -114,14 +114,14 @@ def _forward(
     WIDTH: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """Grid (N,): a program reads a row once. A tile is K times WIDTH neighbours in each of THREADS threads, which do not
-    wait for one another: each keeps a maximum and a sum of its own until the row is at its end.
+    """Grid (N,): a program reads a row once. A tile is K times WIDTH adjacent columns for each of THREADS threads. Threads
+    do not synchronise: each has its own maximum and sum until the end of the row.
 
     Args:
         logits: `[N, V]`, columns `first` to `first + V` of all `classes`.
-        target: `[N]`. One that is no class makes its loss NaN.
-        losses, z_losses: float32 `[N]`; with PARTIAL the target's logit, 0 where another shard has it, and the sum of the
-            logits instead.
+        target: `[N]`. A number that is neither a class nor ignored makes its loss NaN.
+        losses, z_losses: float32 `[N]`; with PARTIAL instead the target's logit (0 if another shard has it) and the sum of
+            the logits.
         maximum, log_sum: float32 `[N]`.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -132,15 +132,15 @@ def _forward(
     s = tl.zeros((THREADS,), tl.float32)
     total = tl.zeros((THREADS,), tl.float32)
     BLOCK: tl.constexpr = K * THREADS * WIDTH
-    # of a row that is ignored nothing is read
+    # an ignored row is not read
     end = tl.where(ignored, 0, V)
     whole = end // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
-        m, s, total = _with_tile(
+        m, s, total = _add_tile(
             *(m, s, total, at + start, BLOCK, scale, cap, CAPPED, SMOOTHED, True, K, THREADS, WIDTH, POLICY)
         )
     if whole < end:
-        m, s, total = _with_tile(
+        m, s, total = _add_tile(
             *(m, s, total, at + whole, V - whole, scale, cap, CAPPED, SMOOTHED, False, K, THREADS, WIDTH, POLICY)
         )
     largest = tl.max(m)
@@ -192,11 +192,11 @@ def _backward(
     SMOOTHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (N, ceil(V / BLOCK)): a program writes a piece of a row. `dlogits` may be the logits themselves."""
+    """Grid (N, ceil(V / BLOCK)): a program writes a block of a row. `dlogits` may be the logits themselves."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < V
-    # on its way with all else: behind the branch, it would wait for the target. Of a row that is ignored it is in vain
+    # Loaded together with the rest; after the branch, it would wait for the target. An ignored row does not need it.
     x = tl.load(logits + row * row_stride + col, mask=inside, other=0.0)
     wanted = tl.load(target + row * target_row).to(tl.int64)
     m = tl.load(maximum + row)
@@ -213,7 +213,7 @@ def _backward(
         wished = tl.where(col == wanted - first, 1.0 - smoothing, 0.0)
         if SMOOTHED:
             wished += smoothing / classes
-        # the difference first: of a row that is learnt, the z-loss may be all that is left
+        # the difference first: for a row that is predicted well, only the z-loss may remain
         gradient = (p - wished) + p * (2.0 * lse_square * (m + log_s))
         if CAPPED:
             gradient *= slope
@@ -230,7 +230,8 @@ def _scaled(x, factor, y, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=['target_row', 'count', 'ignore_index'])
 def _reduced(losses, target, loss, share, target_row, count, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (1,): the sum of `[count]`, or the mean over targets that are not ignored; and what a loss counts in it."""
+    """Grid (1,): stores the sum of losses `[count]`, or their mean over targets that are not ignored, and its derivative by
+    one of them."""
     total = tl.zeros([BLOCK], tl.float32)
     counted = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, BLOCK):
@@ -240,22 +241,22 @@ def _reduced(losses, target, loss, share, target_row, count, ignore_index, MEAN:
         if MEAN:
             wanted = tl.load(target + row * target_row, mask=inside, other=0).to(tl.int64)
             counted += (inside & (wanted != ignore_index)).to(tl.int32)
-    of_each = 1.0
+    weight = 1.0
     if MEAN:
-        of_each = 1.0 / tl.sum(counted).to(tl.float32)
-    tl.store(loss, tl.sum(total) * of_each)
-    # the mean of no losses is NaN, but nothing goes back through it
-    tl.store(share, tl.where(of_each == float('inf'), 0.0, of_each))
+        weight = 1.0 / tl.sum(counted).to(tl.float32)
+    tl.store(loss, tl.sum(total) * weight)
+    # the mean of no losses is NaN, but has no gradient
+    tl.store(share, tl.where(weight == float('inf'), 0.0, weight))
 
 
-# x scale - m in one operation is not 0 for the maximum m, which was rounded: a row without doubt would have a loss.
-_ROUNDED = {'enable_fp_fusion': False}
+# A fused x scale - m is not 0 for the maximum m, which was rounded: a row predicted with certainty would have a loss.
+_NO_FUSION = {'enable_fp_fusion': False}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a loss depends on beside logits and target. `logit_softcapping` 0: none. `first` and `classes`: where the columns
-    at hand begin, and how many all shards have together."""
+    """The options of a loss. `logit_softcapping` is 0 for none. `first` is this shard's first column, `classes` the number
+    of columns of all shards."""
 
     label_smoothing: float
     logit_scale: float
@@ -267,7 +268,7 @@ class Options:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """For either kernel, between the sizes and the flags."""
+        """The arguments of either kernel that come between sizes and flags."""
         return (
             *(self.classes, self.first, self.ignore_index, self.logit_scale, self.logit_softcapping),
             *(self.label_smoothing, self.lse_square_scale),
@@ -275,30 +276,30 @@ class Options:
 
 
 def _aligned(logits: torch.Tensor) -> bool:
-    """Whether Triton loads 16 bytes of a row at a time."""
+    """Whether rows are aligned, so that Triton loads 16 bytes at a time."""
     return logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
 
 
-# Tiles were measured on an H200, with 1024 and with 8192 rows. The larger ones of many rows would need 110 to 210 registers
-# where numbers come one by one, or with a cap.
+# Tiles were measured on an H200, with 1024 and with 8192 rows. The larger tiles for many rows would need 110 to 210
+# registers for unaligned rows or with a cap.
 _FEW_ROWS = 2048
 
 
 def _forward_tile(logits: torch.Tensor, capped: bool) -> tuple[int, int, int, str]:
-    """K, THREADS, WIDTH and POLICY."""
+    """K, THREADS, WIDTH and POLICY of `_forward`."""
     count, V = logits.shape
     aligned, few = _aligned(logits), count <= _FEW_ROWS
-    # what one load brings: neighbours lie in one thread
+    # numbers of one load, adjacent in a thread
     width = 16 // logits.element_size() if aligned else 1
     pieces = next_power_of_2(cdiv(V, width))
     threads = max(32, min(128, pieces))
     most = 64 if aligned and not few and not capped else 32
-    # the tile of few rows was measured with 'evict_first' alone, from a cold cache
+    # the tile for few rows was measured only with 'evict_first', from a cold cache
     return max(1, min(most // width, pieces // threads)), threads, width, 'evict_first' if few else ''
 
 
 def _backward_tile(logits: torch.Tensor, dlogits: torch.Tensor, capped: bool) -> int:
-    """BLOCK."""
+    """BLOCK of `_backward`."""
     count, V = logits.shape
     aligned, few = V % 16 == 0 and _aligned(logits) and _aligned(dlogits), count <= _FEW_ROWS
     block: int = min(next_power_of_2(V), 8192 if aligned and not few and not capped else 2048)
@@ -312,7 +313,7 @@ def launch_forward(
     partial: bool = False,
     out: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """losses, z_losses, maximum, log_sum, each float32 `[N]`, or written into `out`; see `_forward`. The logits are
+    """Returns losses, z_losses, maximum and log_sum, each float32 `[N]`, new or `out`; see `_forward`. The logits come from
     `in_rows`."""
     count, V = logits.shape
     if out is None:
@@ -329,7 +330,7 @@ def launch_forward(
                 *options.numbers,
                 *(capped, options.label_smoothing != 0, partial, *tile),
                 num_warps=tile[1] // 32,
-                **_ROUNDED,
+                **_NO_FUSION,
             )
     return losses, z_losses, maximum, log_sum
 
@@ -343,7 +344,7 @@ def launch_backward(
     dlogits: torch.Tensor,
     options: Options,
 ) -> None:
-    """Writes the gradient of the logits into `dlogits`, which may be the logits. Both are `in_rows`."""
+    """Writes the gradient of the logits into `dlogits`, which may be the logits. Both come from `in_rows`."""
     count, V = logits.shape
     if count == 0:
         return
@@ -359,15 +360,15 @@ def launch_backward(
             *options.numbers,
             *(capped, options.label_smoothing != 0, block),
             num_warps=max(1, min(8, block // 256)),
-            **_ROUNDED,
+            **_NO_FUSION,
         )
 
 
 def reduced(
     losses: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 'mean' or 'sum' of contiguous losses, which are 0 where the target is ignored, and what one of them counts in it,
-    0 if there is none: float32 numbers."""
+    """Returns the 'mean' or 'sum' of contiguous losses, which are 0 where the target is ignored, and its derivative by one
+    loss (0 if all are ignored): float32 scalars."""
     loss, share = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
     with on_device_of(losses):
         launch_kernel(
@@ -380,7 +381,7 @@ def reduced(
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """`factor x` of a contiguous x, with the factor, a float32 number, not rounded to x's dtype first as PyTorch would."""
+    """Returns `factor x` for a contiguous x. Unlike PyTorch, it does not round the float32 factor to x's dtype first."""
     y = torch.empty_like(x)
     if x.numel():
         with on_device_of(x):

@@ -1,7 +1,7 @@
-"""The Triton default of the norms: their kernels as differentiable functions that compiled code can call.
+"""The Triton default of the norms: two differentiable operators that compiled code can call.
 
-There are two. Without `prenorm` the gradient reads x and residual again, which are there anyway. With it the sum of both is
-a result that the next layer keeps, so the gradient reads that, in the dtype it was returned in.
+`_norm` returns y; its backward reads x and residual, which the caller holds anyway. `_norm_prenorm` also returns their sum,
+which the next layer keeps; its backward reads that sum, in the dtype in which it was returned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from fla.opaque import opaque, takes_eager_path
 from fla.ops.launch.triton_call import DEVICES, on_device_of
 from fla.ops.recurrence.gates import wide
 
-_FLAGS = 'str kind, float eps, str activation, int num_groups'
 _GRADS = ('x', 'residual', 'g', 'weight', 'bias')
 
 
@@ -29,28 +28,12 @@ def _forward(
     eps: float,
     activation: str,
     num_groups: int,
-    dtype: torch.dtype,
+    output_dtype: torch.dtype,
     shares: bool,
 ) -> torch.Tensor:
+    norm = norms.Norm(kind, eps, activation, num_groups)
     with on_device_of(x):
-        norm = norms.Norm(kind, eps, activation, num_groups)
-        return norms.forward(x, residual, g, weight, bias, norm, dtype, False)[0]
-
-
-def _fake(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    g: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    kind: str,
-    eps: float,
-    activation: str,
-    num_groups: int,
-    dtype: torch.dtype,
-    shares: bool,
-) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
+        return norms.forward(x, residual, g, weight, bias, norm, output_dtype, False)[0]
 
 
 def _backward(
@@ -68,17 +51,14 @@ def _backward(
     needs_input_grad: list[bool],
 ) -> Any:
     dtypes = x.dtype, residual.dtype if residual is not None and needs_input_grad[1] and not shares else None
+    norm = norms.Norm(kind, eps, activation, num_groups)
     with on_device_of(x):
-        norm = norms.Norm(kind, eps, activation, num_groups)
-        return _needed(
-            norms.backward(x, residual, g, weight, bias, dy, None, norm, dtypes, needs_input_grad[3:]),
-            needs_input_grad,
-            shares,
-        )
+        gradients = norms.backward(x, residual, g, weight, bias, dy, None, norm, dtypes, needs_input_grad[3:])
+    return _needed(gradients, needs_input_grad, shares)
 
 
 def _needed(gradients: norms.Gradients, needs: list[bool], shares: bool) -> list[torch.Tensor | None]:
-    """Where x and residual share a gradient, autograd gets it twice."""
+    """The gradients that are needed. With `shares`, x and residual get the same tensor."""
     if shares:
         gradients = gradients._replace(residual=gradients.x)
     return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
@@ -87,11 +67,11 @@ def _needed(gradients: norms.Gradients, needs: list[bool], shares: bool) -> list
 _norm = opaque(
     'fla::norm',
     schema=(
-        f'(Tensor x, Tensor? residual, Tensor? g, Tensor? weight, Tensor? bias, {_FLAGS}, ScalarType dtype, bool shares) '
-        '-> (Tensor y)'
+        '(Tensor x, Tensor? residual, Tensor? g, Tensor? weight, Tensor? bias, str kind, float eps, str activation, '
+        'int num_groups, ScalarType output_dtype, bool shares) -> (Tensor y)'
     ),
     forward=_forward,
-    fake=_fake,
+    fake=lambda x, *others: x.new_empty(x.shape, dtype=others[-2]),
     backward=_backward,
     grads=_GRADS,
     devices=DEVICES,
@@ -110,24 +90,9 @@ def _forward_prenorm(
     num_groups: int,
     shares: bool,
 ) -> Any:
+    norm = norms.Norm(kind, eps, activation, num_groups)
     with on_device_of(x):
-        norm = norms.Norm(kind, eps, activation, num_groups)
         return norms.forward(x, residual, g, weight, bias, norm, x.dtype, True)
-
-
-def _fake_prenorm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    g: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    kind: str,
-    eps: float,
-    activation: str,
-    num_groups: int,
-    shares: bool,
-) -> Any:
-    return x.new_empty(x.shape), residual.new_empty(x.shape)
 
 
 def _backward_prenorm(
@@ -144,31 +109,17 @@ def _backward_prenorm(
     dtotal: torch.Tensor,
     needs_input_grad: list[bool],
 ) -> Any:
-    # y has the dtype of x, and the sum that of residual
+    # y has the dtype of x, total that of residual
     dtypes = dy.dtype, total.dtype if needs_input_grad[1] and not shares else None
+    norm = norms.Norm(kind, eps, activation, num_groups)
     with on_device_of(total):
-        norm = norms.Norm(kind, eps, activation, num_groups)
-        return _needed(
-            norms.backward(total, None, g, weight, bias, dy, dtotal, norm, dtypes, needs_input_grad[3:]),
-            needs_input_grad,
-            shares,
-        )
+        gradients = norms.backward(total, None, g, weight, bias, dy, dtotal, norm, dtypes, needs_input_grad[3:])
+    return _needed(gradients, needs_input_grad, shares)
 
 
-def _fake_backward_prenorm(
-    total: torch.Tensor,
-    g: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    kind: str,
-    eps: float,
-    activation: str,
-    num_groups: int,
-    shares: bool,
-    dy: torch.Tensor,
-    dtotal: torch.Tensor,
-    needs_input_grad: list[bool],
-) -> Any:
+def _fake_backward_prenorm(*arguments: Any) -> Any:
+    """Takes the arguments of `_backward_prenorm`."""
+    total, g, weight, bias, *_, dy, _, needs_input_grad = arguments
     likes = (total.new_empty(total.shape, dtype=dy.dtype), total, g, weight, bias)
     return tuple(
         like.new_empty(like.shape) if like is not None and need else None
@@ -179,11 +130,11 @@ def _fake_backward_prenorm(
 _norm_prenorm = opaque(
     'fla::norm_prenorm',
     schema=(
-        f'(Tensor x, Tensor residual, Tensor? g, Tensor? weight, Tensor? bias, {_FLAGS}, bool shares) '
-        '-> (Tensor y, Tensor total)'
+        '(Tensor x, Tensor residual, Tensor? g, Tensor? weight, Tensor? bias, str kind, float eps, str activation, '
+        'int num_groups, bool shares) -> (Tensor y, Tensor total)'
     ),
     forward=_forward_prenorm,
-    fake=_fake_prenorm,
+    fake=lambda x, residual, *_: (x.new_empty(x.shape), residual.new_empty(x.shape)),
     backward=_backward_prenorm,
     fake_backward=_fake_backward_prenorm,
     grads=_GRADS,
@@ -203,15 +154,16 @@ def normalize(
     num_groups: int = 1,
     g: torch.Tensor | None = None,
     activation: str = '',
-    dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> Any:
-    """A norm on Triton; see `norms.Norm`."""
+    """A norm on Triton; for `kind` see `norms.Norm`."""
     activation = 'swish' if activation == 'silu' else activation
-    # Gradients of one dtype are the same numbers. Eager autograd takes one tensor for both, an operator must return two.
+    # If x and residual have one dtype, so do their gradients, which are equal. Eager autograd may return one tensor for
+    # both; an operator must return two.
     shares = residual is not None and residual.dtype == x.dtype and takes_eager_path(x, residual, g, weight, bias)
-    flags = (kind, float(eps), activation, num_groups)  # Triton takes no number of NumPy's
+    options = (kind, float(eps), activation, num_groups)  # float: Triton takes no NumPy scalar
     if not prenorm:
-        return _norm(x, residual, g, weight, bias, *flags, dtype or x.dtype, shares)
+        return _norm(x, residual, g, weight, bias, *options, output_dtype or x.dtype, shares)
     if residual is not None:
-        return _norm_prenorm(x, residual, g, weight, bias, *flags, shares)
-    return _norm(x, None, g, weight, bias, *flags, x.dtype, False), wide(x) if residual_in_fp32 else x
+        return _norm_prenorm(x, residual, g, weight, bias, *options, shares)
+    return _norm(x, None, g, weight, bias, *options, x.dtype, False), wide(x) if residual_in_fp32 else x

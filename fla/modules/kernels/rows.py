@@ -1,4 +1,4 @@
-"""Tensors as the kernels of norms and activations read them."""
+"""Tensors as evenly spaced rows, as the kernels of norms and activations read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def rows(*tensors: torch.Tensor | None) -> tuple[list[Any], list[int]]:
-    """Tensors, or copies where it must be, as rows that are evenly apart, each contiguous; and how far apart they are."""
+    """Each tensor as contiguous, evenly spaced rows, copied if necessary, and the stride between its rows (0 for None)."""
     found, strides = [], []
     for x in tensors:
         stride = 0 if x is None else x.shape[-1]

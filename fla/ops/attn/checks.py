@@ -19,12 +19,12 @@ from fla.ops.checks import (
 )
 
 
-def _are_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether q, k and v fit together, in few reads: a decode step waits for them. Whoever gets False goes through the
-    checks one by one, which name what is wrong, or find that nothing is."""
+def _is_common_case(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether q, k and v are valid and dense, in few reads, because a decode step waits for its checks. If not, the full
+    checks run, which raise or pass."""
     try:
         batch, length, heads, dim = q.shape
-        batch_k, kept, groups, dim_k = k.shape
+        batch_k, keys, groups, dim_k = k.shape
         dtype, device = q.dtype, q.device
         return (
             q.layout is k.layout is v.layout is torch.strided
@@ -35,15 +35,15 @@ def _are_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
             and v.device == device
             and batch_k == batch
             and dim_k == dim
-            and v.shape[:3] == (batch, kept, groups)
+            and v.shape[:3] == (batch, keys, groups)
             and len(v.shape) == 4
             and 1 <= dim <= MAX_HEAD_DIM
             and 1 <= v.shape[3] <= MAX_HEAD_DIM
             and groups > 0
             and heads % groups == 0
-            and kept >= length
+            and keys >= length
         )
-    except (AttributeError, ValueError, TypeError, RuntimeError):  # the last of nested tensors, which have no shape
+    except (AttributeError, ValueError, TypeError, RuntimeError):  # RuntimeError: nested tensors have no shape
         return False
 
 
@@ -59,9 +59,9 @@ def check_parallel(
     sink_bias: torch.Tensor | None,
     check_values: bool,
 ) -> None:
-    """See `parallel_attn`."""
+    """Checks the arguments of `parallel_attn`."""
     check_scale(scale)
-    if cu_seqlens is g is chunk_indices is sink_bias is None and _are_plain(q, k, v):
+    if cu_seqlens is g is chunk_indices is sink_bias is None and _is_common_case(q, k, v):
         return check_window(window_size)
     check_given(q=q, k=k, v=v)
     check_tensors(q=q, k=k, v=v, g=g, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices, sink_bias=sink_bias)
@@ -103,7 +103,7 @@ def check_parallel(
 
 
 def check_window(window_size: int | None) -> None:
-    """How many steps a query sees, a whole number from 1 on; None: all."""
+    """An int from 1 on, or None."""
     if window_size is None:
         return
     if isinstance(window_size, bool) or not isinstance(window_size, (int, torch.SymInt)):

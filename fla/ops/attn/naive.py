@@ -1,4 +1,4 @@
-"""Softmax attention as it is written down, for every argument, and which keys a query sees."""
+"""Softmax attention by its formula, for every argument, and the mask of keys that a query sees."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fla.ops.autocast import outside_autocast
 from fla.ops.checks import readable
 from fla.ops.recurrence.gates import wide
 
-# A decay that leaves nothing of a key, -inf among them, of which there are no differences.
+# Stronger decays, such as -inf, are clamped to this: it leaves nothing of a key, and sums of it have differences.
 STRONGEST = -1e5
 
 
 def visible(
     q: torch.Tensor, k: torch.Tensor, window_size: int | None = None, cu_seqlens: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Which keys each query sees, `[T, S]`: those of its own sequence, up to itself, at most `window_size`. The queries are
-    the last T of S steps."""
+    """Which keys each query sees, `[T, S]`: those of its sequence up to itself, at most `window_size` of them. The queries
+    are the last T of S steps."""
     key = torch.arange(k.shape[1], device=q.device)
     query = key[k.shape[1] - q.shape[1] :, None]
     seen = key <= query
@@ -32,24 +32,27 @@ def visible(
     return seen
 
 
-def lengths_of(cu_seqlens: torch.Tensor | None, length: int) -> list[int]:
-    """Steps of the packed sequences that have some; none, if only a device knows, or they are not `length` together."""
+def sequence_lengths(cu_seqlens: torch.Tensor | None, length: int) -> list[int]:
+    """Lengths of the packed sequences that are not empty. An empty list if reading them would synchronise or trace, or if
+    they do not add up to `length`."""
     if cu_seqlens is None or not readable(cu_seqlens):
         return []
     lengths = [end - start for start, end in itertools.pairwise(cu_seqlens.tolist()) if start < end]
     return lengths if sum(lengths) == length else []
 
 
-def one_by_one(attention: Callable[..., torch.Tensor], lengths: list[int], *tensors: torch.Tensor | None) -> torch.Tensor:
-    """Attention of packed sequences, each by itself: so they keep to themselves even what is no number, which a mask does
-    not stop, since zero weights times NaN are NaN."""
+def attend_each_sequence(
+    attention: Callable[..., torch.Tensor], lengths: list[int], *tensors: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of packed sequences, one call for each. Unlike with a mask, NaN in one sequence does not reach another: a
+    masked weight of 0 times NaN is NaN."""
     parts = [[None] * len(lengths) if x is None else torch.split(x, lengths, 1) for x in tensors]
     return torch.cat([attention(*each) for each in zip(*parts, strict=True)], 1)
 
 
 def decays(g: torch.Tensor) -> torch.Tensor:
-    """What a score of each step and each earlier one adds, `[B, HQ, T, T]`. Sums are differences of sums from the first step
-    on, which in float32 would lose the last digits of weak decays: they are in float64, where a device has it."""
+    """The decay between each step and each earlier one, `[B, HQ, T, T]`, which is added to their score: a difference of
+    running sums. These are in float64 if the device has it; float32 would lose the last digits of weak decays."""
     exact = torch.float32 if g.device.type == 'mps' else torch.float64
     total = g.transpose(1, 2).to(exact).clamp(min=STRONGEST).cumsum(-1)
     return total[..., :, None] - total[..., None, :]
@@ -68,21 +71,21 @@ def naive_parallel_attn(
 ) -> torch.Tensor:
     """`softmax(scale q k^T + decays, over the visible keys and the sink) v`, with all scores in memory.
 
-    Args and errors: as for `parallel_attn`, unchecked. Differentiable twice; float64 stays float64.
+    Arguments are those of `parallel_attn` and not checked. Differentiable twice; float64 stays float64.
 
     Returns:
         o `[B, T, HQ, V]` in v's dtype, contiguous.
     """
-    if lengths := lengths_of(cu_seqlens, q.shape[1]):
-        sink = None if sink_bias is None else wide(sink_bias)  # its gradient, of all sequences, is rounded once
+    if lengths := sequence_lengths(cu_seqlens, q.shape[1]):
+        sink = None if sink_bias is None else wide(sink_bias)  # the sum of its gradients is rounded once
         attention = functools.partial(naive_parallel_attn, scale=scale, window_size=window_size, sink_bias=sink)
-        return one_by_one(attention, lengths, q, k, v, g)
+        return attend_each_sequence(attention, lengths, q, k, v, g)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    formula = functools.partial(_of_formula, scale, window_size, cu_seqlens)
+    formula = functools.partial(_formula, scale, window_size, cu_seqlens)
     return outside_autocast(formula, (q, k, v, g, sink_bias), v.dtype)[0]
 
 
-def _of_formula(
+def _formula(
     scale: float,
     window_size: int | None,
     cu_seqlens: torch.Tensor | None,

@@ -1,4 +1,4 @@
-"""What the Triton default of attention needs."""
+"""What the Triton default of attention can run on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from fla.backends import runs_on_triton
 
 
 class AttentionOnTriton(runs_on_triton):
-    """float64 is for the reference: kernels compute in float32."""
+    """Requires a GPU or Triton's interpreter, and no float64: the kernels compute in float32."""
 
     dtypes = {'q': (torch.float16, torch.bfloat16, torch.float32)}

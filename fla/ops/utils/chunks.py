@@ -1,4 +1,4 @@
-"""Steps by chunks, and back."""
+"""Splits steps into chunks, and joins them again."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from fla.ops.utils.index import prepare_chunk_indices
 
 
 def split(x: torch.Tensor, chunk_size: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """`[B, T, ...]` to `[B, chunks, chunk_size, ...]`, of each sequence by itself; zeros after its last step."""
+    """Splits x `[B, T, ...]` into `[B, chunks, chunk_size, ...]`. Each sequence starts a chunk; its last is zero-padded."""
     if cu_seqlens is None:
         padded = torch.cat([x, x.new_zeros(x.shape[0], -x.shape[1] % chunk_size, *x.shape[2:])], 1)
         return padded.view(x.shape[0], padded.shape[1] // chunk_size, chunk_size, *x.shape[2:])
-    places, inside = _places(cu_seqlens, chunk_size)
-    chunks = x.new_zeros(*places.shape, *x.shape[2:])
-    return chunks.index_put((inside,), x[0, places[inside]])[None]
+    steps, valid = _steps(cu_seqlens, chunk_size)
+    chunks = x.new_zeros(*steps.shape, *x.shape[2:])
+    return chunks.index_put((valid,), x[0, steps[valid]])[None]
 
 
 def join(chunks: torch.Tensor, length: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """Back again, `[B, length, ...]`."""
+    """The reverse of `split`: `[B, length, ...]`."""
     if cu_seqlens is None:
         return chunks.flatten(1, 2)[:, :length]
-    places, inside = _places(cu_seqlens, chunks.shape[2])
+    steps, valid = _steps(cu_seqlens, chunks.shape[2])
     x = chunks.new_zeros(length, *chunks.shape[3:])
-    return x.index_put((places[inside],), chunks[0, inside])[None]
+    return x.index_put((steps[valid],), chunks[0, valid])[None]
 
 
-def _places(cu_seqlens: torch.Tensor, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each chunk `[chunks, chunk_size]` the steps, and which of them its sequence has."""
+def _steps(cu_seqlens: torch.Tensor, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The steps of each chunk, `[chunks, chunk_size]`, and which of them are in its sequence."""
     sequence, number = prepare_chunk_indices(cu_seqlens.long(), chunk_size).unbind(1)
-    steps = torch.arange(chunk_size, device=cu_seqlens.device)
-    places = cu_seqlens[sequence, None] + number[:, None] * chunk_size + steps
-    return places, places < cu_seqlens[sequence + 1, None]
+    offsets = torch.arange(chunk_size, device=cu_seqlens.device)
+    steps = cu_seqlens[sequence, None] + number[:, None] * chunk_size + offsets
+    return steps, steps < cu_seqlens[sequence + 1, None]
 
 
 def check_steps(
@@ -44,7 +44,7 @@ def check_steps(
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None = None,
 ) -> None:
-    """A floating tensor `[B, T, ...]` of so many dimensions, B = 1 with `cu_seqlens`."""
+    """Checks a floating tensor `[B, T, ...]` whose number of dimensions is in `dims`; B = 1 with `cu_seqlens`."""
     check_given(**{name: x})
     check_tensors(**{name: x}, cu_seqlens=cu_seqlens, chunk_indices=chunk_indices)
     if x.dim() not in dims:

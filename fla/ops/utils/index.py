@@ -9,21 +9,21 @@ from fla.ops.checks import check_64_bits, check_given, check_rising, check_same,
 
 
 def prepare_lens(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Lengths `[N]` of the sequences between `cu_seqlens` `[N + 1]`, int32 or int64; of that dtype, on its device.
+    """Returns the lengths `[N]` of packed sequences, with dtype and device of `cu_seqlens` `[N + 1]`, int32 or int64.
 
     Raises:
-        TypeError, ValueError: for another tensor.
+        TypeError, ValueError: for an invalid `cu_seqlens`.
     """
     check_lens(cu_seqlens)
     return cu_seqlens.diff()
 
 
 def prepare_chunk_offsets(cu_seqlens: torch.Tensor, chunk_size: int) -> torch.Tensor:
-    """How many chunks of `chunk_size` steps there are before each sequence, and at last in all: `[N + 1]`, as `cu_seqlens`.
-    The last chunk of a sequence may be short; an empty sequence has none.
+    """Returns the number of chunks of `chunk_size` steps before each sequence, then the total: `[N + 1]`, like `cu_seqlens`.
+    The last chunk of a sequence may be short; an empty sequence has no chunk.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
+        TypeError, ValueError: for invalid arguments.
     """
     check_lens(cu_seqlens)
     check_chunk_size(chunk_size)
@@ -33,16 +33,16 @@ def prepare_chunk_offsets(cu_seqlens: torch.Tensor, chunk_size: int) -> torch.Te
 def prepare_chunk_indices(
     cu_seqlens: torch.Tensor, chunk_size: int, cu_seqlens_cpu: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The number of its sequence and its number within it, of each chunk: `[chunks, 2]`, as `cu_seqlens`. Empty sequences
-    count, and have no row.
+    """Returns for each chunk the index of its sequence and its index in that sequence: `[chunks, 2]`, with dtype and device
+    of `cu_seqlens`. An empty sequence has an index, but no row.
 
     Args:
         cu_seqlens: `[N + 1]`, int32 or int64.
         chunk_size: steps of a chunk.
-        cu_seqlens_cpu: the same on the host: with it nothing waits for the device.
+        cu_seqlens_cpu: the same on the CPU, which avoids a synchronisation.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
+        TypeError, ValueError: for invalid arguments.
     """
     check_lens(cu_seqlens)
     check_chunk_size(chunk_size)
@@ -64,15 +64,15 @@ def prepare_chunk_indices(
 
 
 def _chunks(cu_seqlens: torch.Tensor, chunk_size: int) -> torch.Tensor:
-    """How many chunks each sequence has."""
+    """The number of chunks of each sequence."""
     lens = cu_seqlens.diff()
-    # a longer one is not to overflow: no sequence is
+    # no sequence is longer than this, and a larger chunk_size would overflow
     size = min(chunk_size, torch.iinfo(lens.dtype).max)
     return lens.div(size, rounding_mode='floor') + (lens.remainder(size) > 0)
 
 
 def check_lens(cu_seqlens: torch.Tensor, name: str = 'cu_seqlens') -> None:
-    """`[N + 1]`, int32 or int64."""
+    """Checks `cu_seqlens` `[N + 1]`, int32 or int64."""
     check_given(**{name: cu_seqlens})
     check_tensors(**{name: cu_seqlens})
     if cu_seqlens.dim() != 1 or not cu_seqlens.shape[0]:
@@ -84,7 +84,7 @@ def check_lens(cu_seqlens: torch.Tensor, name: str = 'cu_seqlens') -> None:
 
 
 def check_chunk_size(chunk_size: object) -> None:
-    """A whole number from 1 on."""
+    """An int from 1 on."""
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
         raise TypeError(f'chunk_size must be an int, got {type(chunk_size).__name__}')
     check_64_bits('chunk_size', chunk_size)

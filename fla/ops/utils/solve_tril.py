@@ -18,18 +18,17 @@ def solve_tril(
     """`(I + A)^-1` of each chunk and head.
 
     Args:
-        A: `[B, T, H, C]`, floating: row t is that of step t in the matrix of its chunk of C steps. What is strictly below
-            the diagonal is read; solved in at least float32.
-        cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1, whose chunks begin with them. Waits for the
-            device.
-        chunk_indices: taken for compatibility; it follows from `cu_seqlens`.
-        output_dtype: of the inverse; None: of A.
+        A: `[B, T, H, C]`, floating. `A[:, t]` is step t's row in the matrix of its chunk of C steps. Only entries strictly
+            below the diagonal are read. Solved in at least float32.
+        cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1, each of which starts a chunk. Synchronises.
+        chunk_indices: accepted for compatibility, without effect; it follows from `cu_seqlens`.
+        output_dtype: dtype of the inverse; None: that of A.
 
     Returns:
-        The inverses, shaped like A; of a short last chunk the columns that have no step are 0.
+        The inverses, shaped like A. In a short last chunk, columns without a step are 0.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
+        TypeError, ValueError: for invalid arguments.
     """
     check_steps('A', A, (4,), '[B, T, H, C]', cu_seqlens, chunk_indices)
     check_output_dtype(output_dtype)

@@ -1,4 +1,4 @@
-"""Cases of attention, and what holds every backend to the formula in float64."""
+"""Cases of attention, and the comparison of every backend with the formula in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ops.attn.emulated import emulated
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TENSORS = ('q', 'k', 'v', 'g', 'sink_bias')
 
-# seeds of the gradient of o: that of a test, and those that rounding is measured with, it among them
+# seeds of the gradient of o: that of a test, and those for measuring rounding, which include it
 OWN, DRAWS = 9, (5, 6, 7, 8, 9)
 
 Errors = dict[str, tuple[float, float]]
@@ -35,7 +35,7 @@ def inputs(
     strength: float = 1.0,
     device: str = 'cpu',
 ) -> dict[str, torch.Tensor]:
-    """q, k, v and the tensors named, of numbers that bfloat16 holds; decays of `strength` a step on average."""
+    """q, k, v and the named tensors, with numbers that bfloat16 holds; decays average `strength` per step."""
     generator = torch.Generator().manual_seed(3)
     shapes = {
         'q': (batch, queries or length, heads, dim),
@@ -58,7 +58,7 @@ def results(
     seed: int = OWN,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """o and, with `grad`, the gradient of each tensor for a fixed one of o; from that backend and no other."""
+    """o and, with `grad`, the gradient of each tensor for a fixed gradient of o; fails if another backend serves."""
     leaves = {name: x.detach().requires_grad_(grad) for name, x in given.items()}
     if reference is not None:
         o = reference(**leaves, **options)
@@ -74,12 +74,12 @@ def results(
 
 
 def upstream(o: torch.Tensor, seed: int = OWN) -> torch.Tensor:
-    """A fixed gradient of o."""
+    """The fixed gradient of o."""
     return torch.randn(o.shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(o)
 
 
 def exact(given: dict[str, torch.Tensor], grad: bool = True, **options: Any) -> dict[str, torch.Tensor]:
-    """As `results`, by the formula in float64."""
+    """Like `results`, by the formula in float64."""
     wide = {name: x.double() for name, x in given.items()}
     return results(None, wide, grad, naive_parallel_attn, **options)
 
@@ -112,14 +112,14 @@ def bounds_of(given: dict[str, torch.Tensor], grad: bool = True, **options: Any)
 
 
 def check(backend: str, given: dict[str, torch.Tensor], grad: bool = True, **options: Any) -> dict[str, torch.Tensor]:
-    """Every result of the backend is within its bounds."""
+    """Checks that every result of the backend is within its bounds."""
     found = results(backend, given, grad, **options)
     check_results(found, given, grad, **options)
     return found
 
 
 def check_apart(found: dict[str, torch.Tensor]) -> None:
-    """What is no number in sequence [1, 40) has not reached the rest, and is seen from step 3 on."""
+    """NaN in sequence [1, 40), from step 3 on, does not reach other sequences."""
     assert found['o'][:, 3].isnan().any()
     for name, x in found.items():
         if name != 'dsink_bias':
@@ -128,13 +128,13 @@ def check_apart(found: dict[str, torch.Tensor]) -> None:
 
 
 def check_results(found: dict[str, torch.Tensor], given: dict[str, torch.Tensor], grad: bool = True, **options: Any) -> None:
-    """As `check`, of results that are there."""
+    """Like `check`, for given results."""
     dtype = given['q'].dtype
     wanted = exact(given, grad, **options)
     for name, expected in wanted.items():
         assert found[name].shape == expected.shape
         assert found[name].dtype == (dtype if name == 'o' else given[name[1:]].dtype)
-        # PyTorch's own gradients need not be
+        # gradients by PyTorch itself may not be
         assert name != 'o' or found[name].is_contiguous()
     if wanted['o'].numel():
         most = bounds_of(given, grad, **options)

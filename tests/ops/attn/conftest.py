@@ -9,7 +9,7 @@ from fla.backends import default_dispatcher
 
 @pytest.fixture
 def fresh_dispatch(monkeypatch):
-    """No variable of ours is set, and the dispatcher remembers nothing, afterwards either."""
+    """Removes our environment variables, and resets the dispatcher before and after."""
     for name in [n for n in os.environ if n.startswith('FLA_')]:
         monkeypatch.delenv(name)
     default_dispatcher().reset()

@@ -1,4 +1,4 @@
-"""Attention as FlashAttention's arrangement rounds it, in float32 and with all scores in memory: what its kernels can reach.
+"""Attention rounded as in FlashAttention's kernels, in float32 and with all scores in memory: the accuracy they can reach.
 
 Operands of products are rounded to 16 bits: the weights p before the product with v, the scores' gradients before those with
 q and k. The backward repeats p from the scores and the logarithm of the normaliser. It gets delta = o do from the rounded o

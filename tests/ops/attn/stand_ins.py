@@ -16,14 +16,14 @@ from tests.ops.vendors import H100, metadata, on_16, pretend, takes
 
 def attention(q, k, v, scale, window, cu_seqlens=None):
     assert on_16(q, k, v)
-    assert scale is None or scale > 0  # others, which scale what is masked, make NaN of it
+    assert scale is None or scale > 0  # other scales turn masked scores into NaN
     return naive_parallel_attn(q, k, v, None, scale, window, cu_seqlens)
 
 
 def packed(q, k, v, scale, window, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-    # a kernel trusts them
+    # a kernel does not check them
     assert cu_seqlens_q[0] >= 0
     assert cu_seqlens_q[-1] <= q.shape[0]
     assert (cu_seqlens_q.diff() >= 0).all()
@@ -33,14 +33,14 @@ def packed(q, k, v, scale, window, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max
 
 
 def steps(window_size):
-    """How many a query sees, of a window that does not count itself."""
+    """The number of steps that a query sees, from a window that does not count the query."""
     left, right = window_size
     assert right == 0
     return None if left == -1 else left + 1
 
 
 def untouched(*values):
-    """What we never pass."""
+    """Asserts that arguments which backends never pass have their defaults."""
     assert set(values) <= {None, 0.0, 1}
 
 
@@ -243,7 +243,7 @@ MODULES = {
 
 
 def installed(monkeypatch, folder, name, device=H100, version=None):
-    """The package is there and switched on, and the machine has that GPU."""
+    """Installs the stand-in, enables the backend, and emulates the GPU."""
     backend = BACKENDS[name]
     for path, contents in MODULES[name].items():
         part = types.ModuleType(path)

@@ -48,7 +48,7 @@ def check_cases(cases, dtype, dims):
 
 @pytest.mark.parametrize(('dtype', 'dim'), [(BF16, 128), (FP32, 64)], ids=str)
 def test_default(dtype, dim):
-    """Every case; what is compiled takes most of the time."""
+    """Every case; compilation takes most of the time."""
     check_cases(CASES.values(), dtype, (dim, dim))
 
 
@@ -66,7 +66,7 @@ def test_dtypes(dtype, dims):
 @every_dtype
 @pytest.mark.parametrize('dims', [(128, 128), (64, 64), (256, 256), (192, 128), (100, 72), (16, 16), (1, 5)], ids=str)
 def test_every_case(dtype, dims):
-    """Compiles for half an hour."""
+    """Takes half an hour to compile."""
     check_cases(CASES.values(), dtype, dims)
 
 
@@ -106,14 +106,14 @@ def test_sdpa(dtype, dims):
             check('sdpa', given, **options_of(options))
 
 
-# a part of the names of each one's kernels
+# a part of each backend's kernel names
 PYTORCHS = {'cudnn': 'cudnn', 'flash': 'flash_fwd', 'efficient': 'fmha_cutlass'}
 
 
 @pytest.mark.parametrize('dtype', [BF16, FP32], ids=['bf16', 'fp32'])
 @pytest.mark.parametrize('queries', [1, 64])
 def test_explain_names_the_kernels_of_pytorch(dtype, queries):
-    """Of which one is it that runs."""
+    """The kernel that actually runs belongs to the backend."""
     given = inputs(dtype=dtype, length=64, queries=queries, dim=64, value_dim=64, kv_heads=4, **CUDA)
     decision = explain(parallel_attn, **given)
     assert decision.winner == 'sdpa'
@@ -126,7 +126,7 @@ def test_explain_names_the_kernels_of_pytorch(dtype, queries):
 
 
 def kernels_of_pytorch(given):
-    """Those that run, by their names here."""
+    """The backends whose kernels run."""
     parallel_attn(**given)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         parallel_attn(**given)
@@ -136,7 +136,7 @@ def kernels_of_pytorch(given):
 
 
 def test_a_step_of_decoding_keeps_from_cudnn():
-    """For which each new number of keys takes tens of milliseconds; also at an odd address, and without rows."""
+    """cuDNN takes tens of milliseconds for each new number of keys. Also for unaligned tensors, and without rows."""
     for moved, options in ((0, {}), (1, {}), (0, {'window_size': 50})):
         given = inputs(dtype=BF16, length=301, queries=1, dim=64, value_dim=64, kv_heads=2, **CUDA)
         given['k'] = torch.nn.functional.pad(given['k'].flatten(), (moved, 0))[moved:].view_as(given['k'])
@@ -160,7 +160,7 @@ VENDORS = {
 @pytest.mark.parametrize('name', VENDORS)
 @pytest.mark.parametrize('dtype', [BF16, FP16], ids=['bf16', 'fp16'])
 def test_vendors(monkeypatch, name, dtype):
-    """Each package that is installed: what it accepts is right, and something of each kind is accepted."""
+    """Every installed package: its results are right, and it takes some call of each kind."""
     package, variable, wanted = VENDORS[name]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f'{package} is not installed')
@@ -183,7 +183,7 @@ def test_vendors(monkeypatch, name, dtype):
 
 
 def test_large():
-    """More than 2^31 elements of q, whose last rows are as right as the first."""
+    """q has more than 2^31 elements, and the last rows are as accurate as the first."""
     torch.manual_seed(0)
     if torch.cuda.mem_get_info()[0] < 16 << 30:
         pytest.skip('needs 16 GiB')
@@ -208,7 +208,7 @@ def test_strides_and_same_bits_twice():
 
 @pytest.mark.parametrize(('backend', 'names'), [('default', ('g', 'sink_bias')), ('sdpa', ())])
 def test_broadcasts(backend, names):
-    """Rows, heads and steps that are the same in memory."""
+    """Expanded rows, heads and steps, which share memory."""
     given = inputs(*names, dtype=BF16, length=333, dim=64, value_dim=64, **CUDA)
     wide = {'q': given['q'][:1], 'k': given['k'][:, :, :1], 'v': given['v'][:, :1]}
     if names:
@@ -226,7 +226,7 @@ def test_companions_in_float32_and_laid_out_chunks():
 
 
 def test_graph_capture_on_another_stream():
-    """A captured forward and backward follow new numbers and new lengths."""
+    """Captured forward and backward replay on new numbers and lengths."""
     given = inputs('g', dtype=BF16, batch=1, length=333, dim=64, value_dim=64, **CUDA)
     lens = torch.tensor(LENS, device='cuda')
     leaves = {name: x.requires_grad_() for name, x in given.items()}
@@ -262,7 +262,7 @@ def test_compiled(mode):
     compiled = torch.compile(lambda *a: parallel_attn(*a[:4], sink_bias=a[4]), fullgraph=True, mode=mode)
     weights = torch.randn(wanted['o'].shape, generator=torch.Generator().manual_seed(9)).bfloat16().to('cuda')
     with trace() as recorded:
-        compiled(*leaves)  # recorded once, when it is traced
+        compiled(*leaves)  # recorded once, during tracing
     assert recorded.last_backend('attn.parallel_attn') == 'default'
     for _ in range(3):
         o = compiled(*leaves)

@@ -58,7 +58,7 @@ def test_sizes(dim, value_dim, dtype):
 
 @pytest.mark.parametrize('strength', [1e-4, 20.0, 1000.0])
 def test_decays(strength):
-    """Also behind a strong one: the last digits of weak decays are not lost in the sums."""
+    """The last digits of weak decays are not lost in the sums, also after a strong decay."""
     given = inputs('g', dtype=FP32, batch=1, length=50, heads=1, kv_heads=1, strength=strength)
     check('default', given)
     given['g'][:, 5:40] *= 1e-3
@@ -101,7 +101,7 @@ def test_companions_in_float32(dtype):
     given = inputs('g', 'sink_bias', dtype=dtype, length=20)
     given.update(g=given['g'].float(), sink_bias=given['sink_bias'].float())
     check('default', given)
-    given['g'] = given['g'].to(dtype)  # each its own
+    given['g'] = given['g'].to(dtype)  # dtypes differ
     check('default', given)
 
 
@@ -113,7 +113,7 @@ def test_laid_out_chunks_change_nothing():
 
 
 def test_scores_of_minus_infinity():
-    """Keys that nothing is left of, a whole block of them, weigh nothing."""
+    """A whole block of keys that have decayed away has no weight."""
     given = inputs(dtype=BF16, batch=1, length=140, queries=10, heads=1, kv_heads=1)
     given['q'].abs_()
     given['k'][:, :70] = -3e38
@@ -137,7 +137,7 @@ def test_what_is_no_number_stays_in_its_sequence(name):
 
 
 def test_steps_far_apart():
-    """By more than 2^31 / 127: a block of 128 rows cannot be counted in 32 bits. Little of the memory is touched."""
+    """Row strides above 2^31 / 127: offsets in a block of 128 rows overflow 32 bits. Little of the memory is touched."""
     given = inputs(dtype=BF16, batch=1, length=130, heads=1, kv_heads=1)
     same = results('default', given, False)
     step = 2**24 + 2**18
@@ -155,10 +155,10 @@ def test_gradients_that_are_broadcast():
 
 
 def test_bad_lengths_stay_within_the_tensors():
-    """The interpreter raises for an access outside of them."""
+    """The interpreter raises for an access out of bounds."""
     given = inputs('g', 'sink_bias', dtype=FP32, batch=1, length=40, heads=1, kv_heads=1)
     for lens in ([0, 30, 20, 40], [-5, 10, 50], [0, 100, 200]):
-        # past the check of values
+        # without the check of values
         fresh = torch.tensor(lens)
         tensors = [given[name] for name in ('q', 'k', 'v', 'g', 'sink_bias')]
         o, lse = attention_forward(*tensors, fresh, 1.0, 0)
@@ -195,7 +195,7 @@ def test_same_bits_twice_and_the_road_of_compiled_code():
 
 
 def test_operator():
-    """Schema, fake results, gradients under tracing and dynamic shapes, as PyTorch checks them; and an exported program."""
+    """PyTorch's checks of schema, fake results, gradients under tracing and dynamic shapes; and an exported program."""
     q, k, v, g, sink = (
         x.requires_grad_() for x in inputs('g', 'sink_bias', dtype=FP32, length=9, batch=1, heads=2).values()
     )

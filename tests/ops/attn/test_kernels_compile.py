@@ -1,4 +1,4 @@
-"""The kernels of attention compile, and fit, on GPUs that are not here."""
+"""The kernels of attention compile for several GPUs, and fit their resources."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.triton_support.compile_only import compile_only
 
 
 def compiled_for(capability, dtype, dim, everything, packed=False, queries=256):
-    """Resources of forward and backward, checked against those of the GPU."""
+    """Compiles forward and backward, and checks their resources against the GPU's."""
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device='meta')
@@ -40,7 +40,7 @@ def test_compiles(capability):
     ('dtype', 'dim'), [(BF16, 64), (BF16, 128), (BF16, 256), (FP16, 128), (FP32, 64), (FP32, 128), (FP32, 256)]
 )
 def test_compiles_with_everything(capability, dtype, dim):
-    """And fits: see `compile_only`."""
+    """`compile_only` also checks that the kernels fit."""
     compiled_for(capability, dtype, dim, everything=True)
 
 

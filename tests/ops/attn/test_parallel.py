@@ -65,7 +65,7 @@ CASES = {
 
 
 def check_formula(backend, given, **options):
-    """o and all gradients of that backend, of numbers that the formula gets in float64."""
+    """Checks o and all gradients of this backend against the formula in float64."""
     given = {n: x.requires_grad_() for n, x in given.items()}
     exact = {n: x.detach().double().requires_grad_() for n, x in given.items()}
     with use_backend(backend, op='attn'), trace() as t:
@@ -107,7 +107,7 @@ def test_against_the_formula(case, backend, dtype):
 
 @pytest.mark.parametrize('dtype', [FP64, BF16, FP16], ids=str)
 def test_decays_and_sinks_in_float32(dtype):
-    """Whatever q is in; their gradients are in float32, too."""
+    """For any dtype of q; their gradients are float32 too."""
     given = inputs('g', 'sink_bias', dtype=dtype)
     given.update(g=given['g'].float(), sink_bias=given['sink_bias'].float())
     check_formula('reference', given)
@@ -115,7 +115,7 @@ def test_decays_and_sinks_in_float32(dtype):
 
 @pytest.mark.parametrize('backend', ['reference', 'sdpa'])
 def test_broadcast(backend):
-    """Rows, heads and steps that are the same in memory; of no gradient is one lost or counted twice."""
+    """Expanded rows, heads and steps share memory; each gradient is counted once."""
     given = inputs(dtype=FP32)
     wide = {'q': given['q'][:1], 'k': given['k'][:, :, :1], 'v': given['v'][:, :1]}
     check_formula(backend, {name: x.expand_as(given[name]) for name, x in wide.items()})
@@ -126,7 +126,7 @@ def test_broadcast(backend):
 def test_laid_out_chunks_change_nothing(backend, names):
     given, chunks = inputs(*names, batch=1), torch.tensor([[0, 0], [1, 0], [2, 0], [3, 0]], dtype=torch.int32)
     without = results(backend, given, cu_seqlens=CU)
-    for laid_out in (chunks, chunks.long()[:, None, 0].repeat(1, 2)):  # they are not looked at
+    for laid_out in (chunks, chunks.long()[:, None, 0].repeat(1, 2)):  # they are not read
         found = results(backend, given, cu_seqlens=CU, chunk_indices=laid_out)
         assert all(torch.equal(x, without[name]) for name, x in found.items())
 
@@ -143,7 +143,7 @@ EXPORTED = {
     ('case', 'backend'), [(c, b) for c in EXPORTED for b in ('reference', 'sdpa') if b != 'sdpa' or not EXPORTED[c][0]]
 )
 def test_exported(case, backend):
-    """PyTorch's attention is one operator of the program, and the formula several."""
+    """PyTorch's attention is one operator of the exported program, the formula several."""
     names, shapes, options = EXPORTED[case]
 
     class Attention(torch.nn.Module):
@@ -197,8 +197,8 @@ def test_which_backend_runs_and_why():
         ((), {'dtype': FP32}, {}, 'default', 'no fused kernel'),
         ((), {'dtype': FP32, 'kv_heads': 4}, {}, 'sdpa', None),
         ((), {'dtype': FP64}, {}, 'sdpa', None),
-        ((), {}, {'window_size': 5}, 'default', 'a window is a mask'),
-        ((), {'queries': 5}, {}, 'default', 'queries after cached ones'),
+        ((), {}, {'window_size': 5}, 'default', 'a window needs a mask'),
+        ((), {'queries': 5}, {}, 'default', 'queries behind cached keys need a mask'),
         ((), {'batch': 1}, {'cu_seqlens': CU}, 'default', 'packed sequences'),
         (('g',), {}, {}, 'default', 'argument g is not supported'),
         (('sink_bias',), {}, {}, 'default', 'argument sink_bias is not supported'),
@@ -221,7 +221,7 @@ def test_float64_is_not_for_the_kernels():
 
 
 def test_explain_says_what_a_backend_says_of_itself(monkeypatch):
-    """Which of PyTorch's kernels take the call; here for a GPU that is not there."""
+    """Which of PyTorch's kernels take the call, with an emulated GPU."""
     monkeypatch.setattr(sdpa, 'has_memory_on_gpu', lambda q: True)
     for able in ({'cudnn', 'flash'}, set()):
         for name in ('cudnn', 'flash', 'efficient'):
@@ -238,7 +238,7 @@ CUDNN, EFFICIENT = SDPBackend.CUDNN_ATTENTION.value, SDPBackend.EFFICIENT_ATTENT
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """A GPU that is not there: PyTorch would take that kernel, and can use FlashAttention or not."""
+    """Emulates a GPU on which PyTorch would choose this kernel, and can or cannot use FlashAttention."""
 
     def make(choice, flash=True):
         for module in (sdpa, cudnn):
@@ -265,14 +265,14 @@ STEP = {'dtype': FP32, 'queries': 1, 'kv_heads': 2, 'value_dim': 8}
 @pytest.mark.parametrize(('choice', 'flash'), [(CUDNN, True), (CUDNN, False), (EFFICIENT, True)])
 @pytest.mark.parametrize('options', [{}, {'window_size': 7}], ids=str)
 def test_a_step_of_decoding_keeps_from_cudnn(on_gpu, choice, flash, options):
-    """If PyTorch would take it, and FlashAttention can serve; `explain` says so."""
+    """If PyTorch would take cuDNN and FlashAttention can serve; `explain` notes it."""
     called = on_gpu(choice, flash)
     for scale in (None, -0.7):
         check('sdpa', inputs(**STEP), scale=scale, **options)
     seen, kept = min(24, options.get('window_size', 24)), choice == CUDNN and flash
     assert called == ([seen, seen] if kept else [])
     (note,) = explain(parallel_attn, **inputs(**STEP), **options)['sdpa'].notes
-    assert note.startswith('FlashAttention of PyTorch') == kept
+    assert note.startswith("PyTorch's FlashAttention") == kept
 
 
 @pytest.mark.parametrize('other', [{'queries': None}, {'length': 1}, {'batch': 0}], ids=str)
@@ -304,7 +304,7 @@ def test_where_nobody_can_say_what_pytorch_chooses(on_gpu, how):
 
 @pytest.mark.parametrize('names', [(), ('g', 'sink_bias')])
 def test_the_default_on_fake_tensors(names):
-    """Shapes without a GPU, as compiled code asks for them."""
+    """Fake tensors of a GPU, as compiled code has them."""
     pytest.importorskip('triton')
     o = parallel_attn.bind(backend='default')(**fakes(inputs(*names, dtype=BF16)))
     assert (o.shape, o.dtype, o.device.type) == ((2, 24, 4, 6), BF16, 'cuda')
@@ -316,7 +316,7 @@ def test_the_default_says_what_it_needs():
 
 
 def test_without_the_dispatcher():
-    """There is the default alone, which says what it needs."""
+    """With dispatch off only the default runs, and its error says what it needs."""
     code = """
 import torch
 from fla.ops.attn import parallel_attn
@@ -395,7 +395,7 @@ def test_compiled_for_any_length():
 
 @pytest.mark.parametrize('scale', [-0.3, 0, 0.3, None])
 def test_pytorch_gets_a_scale_above_0(monkeypatch, scale):
-    """On a GPU; here it does not show."""
+    """Prefers the default on a GPU, but not on a CPU."""
     seen, attention = [], torch.nn.functional.scaled_dot_product_attention
 
     def watched(*args, **options):
@@ -409,7 +409,7 @@ def test_pytorch_gets_a_scale_above_0(monkeypatch, scale):
 
 @pytest.mark.parametrize('options', [{}, {'window_size': 5}, {'cu_seqlens': CU}], ids=['plain', 'window', 'packed'])
 def test_forward_mode(options):
-    """PyTorch's kernels have none: `reference` serves. The product with a tangent is that of the gradients."""
+    """PyTorch's kernels have no forward-mode AD, so `reference` serves. Tangents agree with the gradients."""
     given = inputs(**({'batch': 1} if 'cu_seqlens' in options else {}))
     values = tuple(given[name].detach() for name in 'qkv')
     tangents = tuple(torch.randn_like(x) for x in values)
@@ -421,7 +421,7 @@ def test_forward_mode(options):
     gradients = torch.autograd.grad((expected * weights).sum(), leaves)
     products = sum((a * b).sum() for a, b in zip(gradients, tangents, strict=True))
     assert error(expected, o) <= bounds.TWO_ORACLES
-    # of the sum's terms, not of the sum, in which they may cancel
+    # relative to the terms of the sum, which may cancel
     terms = change * weights
     assert abs(float(terms.sum() - products)) <= bounds.TWO_ORACLES * float(terms.abs().sum())
     with trace() as recorded:
@@ -452,7 +452,7 @@ def test_strides_autocast_compile_and_second_derivatives():
 
 
 def test_the_second_derivatives_of_pytorch_s_attention_are_refused():
-    """By PyTorch; those of the reference are right."""
+    """PyTorch raises; the reference's second derivatives are right."""
     given = {name: x.requires_grad_() for name, x in inputs(kv_heads=4, value_dim=8).items()}
     (dq,) = torch.autograd.grad(parallel_attn(**given).sum(), given['q'], create_graph=True)
     with pytest.raises(RuntimeError, match='not implemented'):
@@ -528,7 +528,7 @@ def test_the_second_derivatives_of_pytorch_s_attention_are_refused():
     ],
 )
 def test_bad_calls(change, kind, message):
-    """The same error whoever is to serve the call, the default among them, which has no GPU here."""
+    """The same error for every backend, the default included, which has no GPU here."""
     for backend in ('reference', 'sdpa', 'default'):
         with use_backend(backend, op='attn'), pytest.raises(kind, match=message):
             parallel_attn(**{**inputs(), **change})
@@ -545,7 +545,7 @@ def test_decays_that_grow_are_refused_if_values_are_checked():
 
 @pytest.mark.parametrize('dtype', [FP32, BF16], ids=['fp32', 'bf16'])
 def test_weak_decays_behind_strong_ones(dtype):
-    """Sums of 25,000 in float32 would be off by 1e-3, and as much the decays of the last steps."""
+    """Running sums of 25,000 would be off by 1e-3 in float32, and so would the decays of the last steps."""
     given = inputs('g', dtype=dtype, batch=1, length=600, heads=2, kv_heads=1)
     given['g'] = given['g'].float()
     given['g'][:, :500] -= 50
@@ -554,7 +554,7 @@ def test_weak_decays_behind_strong_ones(dtype):
 
 
 def test_a_decay_of_everything():
-    """What is before it is not seen; the rest is as if the sequence began there."""
+    """Earlier keys are invisible; later steps are as if the sequence began there."""
     given = inputs('g', dtype=FP64, batch=1)
     given['g'][:, 10] = -torch.inf
     leaves = {n: x.requires_grad_() for n, x in given.items()}

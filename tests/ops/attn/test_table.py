@@ -1,4 +1,4 @@
-"""The table of docs/attention.md says of each backend what its class does."""
+"""The table of docs/attention.md agrees with the backends."""
 
 import inspect
 
@@ -11,7 +11,7 @@ from tests.markdown import ROOT
 
 
 def table():
-    """What stands in each row under each name."""
+    """The cells of the table, by row and backend."""
     lines = (ROOT / 'docs/attention.md').read_text(encoding='utf-8').splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith('| |'))
     rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in lines[begin : lines.index('', begin)]]

@@ -20,7 +20,7 @@ def package(monkeypatch, tmp_path):
 
 
 def case(B=1, T=5, S=None, H=2, HQ=4, K=128, V=None, lens=None, dtype=BF16, grad=True, **changes):
-    """Arguments that it serves, unless they are changed, on a GPU and without data."""
+    """Arguments without data on a GPU that it takes, with changes."""
     if lens is not None:
         T = sum(lens)
         changes['cu_seqlens'] = torch.tensor([0, *lens]).cumsum(0)
@@ -77,7 +77,7 @@ REFUSED = {
 
 
 def reason(arguments):
-    """Why TileLang does not serve a call; another backend does."""
+    """The reason why TileLang does not serve a call; another backend does."""
     decision = explain(parallel_attn, **arguments)
     assert decision.winner != 'tilelang'
     assert decision['tilelang'].verdict == 'rejected'
@@ -91,14 +91,14 @@ def test_refused(name):
 
 
 def test_refuses_what_was_not_tried():
-    """More elements than 32 bits count, of q and of k."""
+    """More than 2^31 elements of q or k."""
 
     def wide(HQ, T, S):
         shapes = {'q': (T, HQ), 'k': (S, 1), 'v': (S, 1)}
         return fakes({name: torch.empty(1, dtype=BF16).expand(1, *shape, 128) for name, shape in shapes.items()})
 
-    assert reason(wide(2, 2**23, 2**23)).endswith('q must have fewer than 2^31 elements, got 2147483648')
-    assert reason(wide(2, 5, 2**24)).endswith('k must have fewer than 2^31 elements, got 2147483648')
+    assert reason(wide(2, 2**23, 2**23)).endswith('q must have fewer than 2^31, got 2147483648')
+    assert reason(wide(2, 5, 2**24)).endswith('k must have fewer than 2^31, got 2147483648')
     for most in (wide(2, 2**23 - 1, 2**23 - 1), wide(2, 5, 2**24 - 1)):
         assert explain(parallel_attn, **most).winner == 'tilelang'
 
@@ -109,7 +109,7 @@ def test_a_cpu():
 
 
 def test_off_until_somebody_switches_it_on(monkeypatch):
-    monkeypatch.delenv('FLA_TILELANG_ATTN')  # FLA_TILELANG is of kernels that were proved
+    monkeypatch.delenv('FLA_TILELANG_ATTN')  # FLA_TILELANG is for the delta rules' kernels
     decision = explain(parallel_attn, **case())
     assert (decision.winner, decision['tilelang'].verdict) == ('sdpa', 'disabled')
     with use_backend('tilelang', op='attn'):
@@ -122,7 +122,7 @@ def test_needs_hopper(monkeypatch):
 
 
 def test_not_for_newer_gpus(monkeypatch):
-    """The probe is the real one, and goes no further."""
+    """Runs the real probe, which stops there."""
     unusable(monkeypatch, AttentionTileLang)
     pretend(monkeypatch, B200)
     decision = explain(parallel_attn, **case())
@@ -139,7 +139,7 @@ def test_not_tried_inside_a_capture(monkeypatch):
 
 
 def test_an_unusable_package_falls_through(monkeypatch):
-    """The probe is the real one."""
+    """Runs the real probe."""
     unusable(monkeypatch, AttentionTileLang)
     decision = explain(parallel_attn, **case())
     assert decision.winner == 'sdpa'

@@ -45,7 +45,7 @@ def given(dim=128, **shapes):
 @pytest.mark.parametrize('dtype', [BF16, FP16], ids=['bf16', 'fp16'])
 @pytest.mark.parametrize('dim', [64, 128])
 def test_cases(dtype, dim):
-    """In one test, because two kernels of each kind of call serve all of them."""
+    """One test, because all calls share two kernels of each kind."""
     for shapes, options in CASES.values():
         for index in (torch.int32, torch.int64) if 'cu_seqlens' in options else (None,):
             more = dict(options)
@@ -66,7 +66,7 @@ def test_packed_sequences(lens):
 
 @pytest.mark.parametrize('bad', [torch.nan, torch.inf])
 def test_what_stands_behind_a_sequence_does_not_matter(bad):
-    """In a row of the batch, and in a packed one."""
+    """In a batch row, and in a packed sequence."""
     for batch, cu_seqlens in ((2, None), (1, torch.tensor([0, 70, 333], device='cuda'))):
         tensors = given(batch=batch)
         spoiled = {name: x.clone() for name, x in tensors.items()}
@@ -87,7 +87,7 @@ def test_strides_and_same_bits_twice():
 
 
 def test_captured():
-    """A graph replays on new numbers and new lengths; the first call was outside of it."""
+    """A graph replays on new numbers and lengths; the first call was not captured."""
     leaves = {name: x.requires_grad_() for name, x in given(batch=1).items()}
     lens = torch.tensor(LENS, device='cuda')
 
@@ -115,7 +115,7 @@ def test_captured():
 
 
 def test_on_the_current_stream():
-    """What the stream has still to do comes first."""
+    """The kernel waits for earlier work of its stream."""
     tensors = given()
     with torch.no_grad(), use_backend('tilelang', op='attn'):
         right = parallel_attn(**tensors)

@@ -44,7 +44,7 @@ CASES = {
 @pytest.mark.interpreted
 @pytest.mark.parametrize('case', CASES)
 def test_against_the_formula(monkeypatch, case):
-    """With the gradients that the Triton backward gets from it."""
+    """Also the gradients of the Triton backward from its results."""
     interpreted(monkeypatch, 'attn')
     shapes, options = CASES[case]
     tensors = given(**shapes)
@@ -76,7 +76,7 @@ def test_the_normaliser_is_the_default_s(monkeypatch, shapes, lens, window):
 @pytest.mark.parametrize('bad', [torch.nan, torch.inf])
 @pytest.mark.parametrize('lens', [None, [0, 70, 90]], ids=['rows of a batch', 'packed'])
 def test_what_stands_behind_a_sequence_does_not_matter(monkeypatch, lens, bad):
-    """The last block of keys reads it, be it numbers or not."""
+    """The last block of keys reads past the end, where values may be NaN."""
     interpreted(monkeypatch, 'attn')
     tensors = given(length=70 if lens is None else 90, batch=1 if lens else 2)
     cu_seqlens = None if lens is None else torch.tensor(lens)
@@ -93,7 +93,7 @@ def test_what_stands_behind_a_sequence_does_not_matter(monkeypatch, lens, bad):
 
 @pytest.mark.interpreted
 def test_bad_lengths_stay_within_the_tensors(monkeypatch):
-    """The interpreter raises for a store outside of them."""
+    """The interpreter raises for a store out of bounds."""
     launch = interpreted(monkeypatch, 'attn')
     q, k, v = given(length=140, **ONE_HEAD).values()
     for lens in ([0, 130, 20, 140], [-5, 10, 150], [0, 300, 600], [200, 300]):
@@ -114,7 +114,7 @@ def test_strides_and_broadcasts(monkeypatch):
 
 @pytest.mark.interpreted
 def test_operator(monkeypatch):
-    """Schema, fake results, gradients under tracing and dynamic shapes, as PyTorch checks them."""
+    """PyTorch's checks of schema, fake results, gradients under tracing and dynamic shapes."""
     launch = interpreted(monkeypatch, 'attn')
     q, k, v = (x.requires_grad_() for x in given(length=9, batch=1).values())
     torch.library.opcheck(launch.kernel.op, (q, k, v, None, None, None, 0.3, 4))
@@ -138,7 +138,7 @@ def test_compiles_for_hopper(name):
     from fla.ops.launch.tilelang_call import compiled_for_hopper
 
     source = compiled_for_hopper(forward(*KERNELS[name])).get_kernel_source()
-    # zeros that are written before the values have arrived would be overwritten
+    # the copy of values must be complete before zeros are written over them
     zeros, product = source.index('if (kept < '), source.index('wgmma_rs')
     assert 'V_s' in source[zeros:product]
     assert '.wait(' not in source[zeros:product]

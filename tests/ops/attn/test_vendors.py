@@ -41,13 +41,13 @@ OPTIONS = {
 
 
 def serves(name, case):
-    """Whether the backend accepts the case: `test_vendors_refuse` has the reasons of the others."""
+    """Whether the backend takes the case; `test_vendors_refuse` tests the reasons for the others."""
     return name in PACKS if case.startswith('packed') else name != 'torch_varlen' or 'quer' not in case
 
 
 @pytest.mark.parametrize(('name', 'case'), [(n, c) for n in BACKENDS for c in OPTIONS if serves(n, c)])
 def test_what_the_package_gets(monkeypatch, tmp_path, name, case):
-    """The translation of every argument, with a package that computes the formula."""
+    """Every argument is translated correctly for a stand-in that computes the formula."""
     shapes, options = OPTIONS[case]
     tensors = given(**{**shapes, **({'batch': 1} if name == 'flashinfer' else {})})
     backend = installed(monkeypatch, tmp_path, name)
@@ -59,7 +59,7 @@ def test_what_the_package_gets(monkeypatch, tmp_path, name, case):
 
 @pytest.mark.parametrize('name', BACKENDS)
 def test_odd_addresses(monkeypatch, tmp_path, name):
-    """Packages read 16 bytes at a time; the stand-ins check that they can."""
+    """Packages read 16 bytes at a time; the stand-ins check the alignment."""
     backend = installed(monkeypatch, tmp_path, name)
     for kv_heads in (2, 4):
         tensors = {n: odd(x) for n, x in given(batch=1, kv_heads=kv_heads).items()}
@@ -74,7 +74,7 @@ BAD = {'outside': [-3, 2, 99], 'falling': [0, 20, 7, 24], 'both': [5, -(2**40), 
 @pytest.mark.parametrize('ends', BAD)
 @pytest.mark.parametrize('name', PACKS)
 def test_bad_cu_seqlens_stay_within_the_rows(monkeypatch, tmp_path, name, ends):
-    """Where they are on a device nobody has read them; the stand-ins check what a kernel may rely on."""
+    """Bad lengths on a device are not read; the stand-ins check what a kernel relies on."""
     backend = installed(monkeypatch, tmp_path, name)
     tensors = given(batch=1)
     o = backend.parallel_attn(**tensors, cu_seqlens=torch.tensor(BAD[ends]))
@@ -94,7 +94,7 @@ def test_accepted_on_its_gpu(monkeypatch, tmp_path, name):
 
 @pytest.mark.parametrize('name', BACKENDS)
 def test_compiled_code_goes_without_them(monkeypatch, tmp_path, name):
-    """Addresses cannot be seen there, and packages read 16 bytes at a time. Here as if they ran on a CPU."""
+    """Compiled code does not see addresses, and packages need alignment. Here they take CPU tensors."""
     installed(monkeypatch, tmp_path, name)
     trust(monkeypatch, BACKENDS[name])
     monkeypatch.setattr(BACKENDS[name], 'devices', ('cpu',))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures('fresh_dispatch')
 
 
 def call(grad=False, **changes):
-    """Arguments that every backend accepts unless they are changed, without data."""
+    """Arguments without data that every backend takes, with changes."""
     names = ('dtype', 'batch', 'length', 'queries', 'dim', 'value_dim')
     shapes = {name: changes.pop(name) for name in names if name in changes}
     tensors = inputs(**{'dtype': BF16, 'batch': 1, 'dim': 64, 'value_dim': 64, **shapes})
@@ -29,7 +29,7 @@ def call(grad=False, **changes):
 
 
 def refused(name, arguments, verdict='rejected'):
-    """Why it does not serve a call; another backend does."""
+    """The reason why it does not serve a call; another backend does."""
     decision = explain(parallel_attn, **arguments)
     assert decision.winner not in (None, name)
     assert decision[name].verdict == verdict
@@ -48,7 +48,7 @@ EIGHT, QUERIES = 'K must be a multiple of 8, got 36', 'takes as many queries as 
 GRADIENT = 'inference only, and a tensor argument requires grad'
 LAID_OUT = {'cu_seqlens': LENS, 'chunk_indices': torch.zeros(2, 2, dtype=torch.int32)}
 
-# of each case the reasons: of all backends, or of some by their names
+# the reasons for each case: one for all backends, or by name
 CASES = {
     'decays': ({'g': torch.zeros(1, 24, 4)}, unsupported('g')),
     'sinks': ({'sink_bias': torch.zeros(4)}, unsupported('sink_bias')),
@@ -136,7 +136,7 @@ def test_off_unless_switched_on(monkeypatch, tmp_path, name):
 def test_packed_attention_of_pytorch_is_for_masks(monkeypatch, tmp_path):
     installed(monkeypatch, tmp_path, 'torch_varlen')
     trust(monkeypatch, BACKENDS['torch_varlen'])
-    why = 'needs no mask, so that `sdpa` can choose among more kernels'
+    why = 'the call needs no mask, so `sdpa` can choose among more kernels'
     assert refused('torch_varlen', call(window_size=None), 'demoted') == why
 
 

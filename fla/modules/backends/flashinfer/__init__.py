@@ -14,11 +14,11 @@ from fla.utils.devices import Device
 
 
 class FlashInferBackend(FlashInferNorms, FlashInferActivations, FlashInferRotary, BaseBackend):
-    """What of FlashInfer computes exactly what a function of ours says; it has no gradients."""
+    """The kernels of FlashInfer that compute what a function here specifies. They have no gradients."""
 
     backend_type = 'flashinfer'
     package_name = 'flashinfer'
-    package_version = 'flashinfer-python>=0.6.14'  # the oldest that was looked at
+    package_version = 'flashinfer-python>=0.6.14'  # the oldest tested
     env_var = 'FLA_FLASHINFER'
     default_enable = False
     vendor = 'flashinfer'
@@ -34,5 +34,5 @@ class FlashInferBackend(FlashInferNorms, FlashInferActivations, FlashInferRotary
     )
 
     def probe(self, device: Device) -> Verdict:
-        # without nvcc it imports, and cannot compile; this is what it compiles soonest
+        # without nvcc the package imports but cannot compile; this kernel compiles fastest
         return smallest_call(device, one_row, 0.731, self.needs)

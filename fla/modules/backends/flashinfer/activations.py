@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fla.backends.backend.base import Verdict
+from fla.modules.backends.limits import check_size
 from fla.opaque import opaque
 from fla.ops.launch.triton_call import on_device_of
 from fla.ops.launch.vendor import for_tma
@@ -32,11 +33,7 @@ class FlashInferActivations:
     def silu_and_mul_verifier(self, x: torch.Tensor) -> Verdict:
         if x.shape[-1] % 16:
             return False, ('halves are read 16 bytes at a time: 2D must be a multiple of 16, got %s', x.shape[-1])
-        if x.numel() == 0:
-            return False, 'there are no rows, and the kernel cannot be launched on nothing'
-        if x.numel() >= 2**31:
-            return False, ('not known to count in 64 bits: x must have fewer than 2^31 elements, got %s', x.numel())
-        return True, None
+        return check_size(x)
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         z: torch.Tensor = _silu_and_mul(x)
@@ -44,5 +41,5 @@ class FlashInferActivations:
 
 
 def one_row(device: torch.device) -> torch.Tensor:
-    """Of ones: silu(1) * 1 = 0.731."""
+    """silu(1) * 1 = 0.731, from ones."""
     return _forward(torch.ones(1, 16, dtype=torch.bfloat16, device=device))

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from fla.backends.backend.base import Verdict
+from fla.modules.backends.limits import check_size
+from fla.modules.backends.norms import NormsWithoutResidual
 from fla.opaque import opaque
 from fla.ops.launch.triton_call import on_device_of
 from fla.ops.launch.vendor import for_tma
-from fla.ops.recurrence.gates import wide
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -48,35 +49,22 @@ _layer_norm = opaque(
 
 
 def _takes(x: torch.Tensor) -> Verdict:
-    """Sizes that FlashInfer's kernels are launched on."""
+    """Whether FlashInfer's kernels take x of this size."""
     if x.shape[-1] % 8:
         return False, ('rows are read 16 bytes at a time: D must be a multiple of 8, got %s', x.shape[-1])
-    if x.numel() == 0:
-        return False, 'there are no rows, and the kernels cannot be launched on nothing'
-    if x.numel() >= 2**31:
-        return False, ('not known to count in 64 bits: x must have fewer than 2^31 elements, got %s', x.numel())
-    return True, None
+    return check_size(x)
 
 
-class FlashInferNorms:
-    """Methods of `FlashInferBackend` for norms. Its sums with a residual are not used: they are written into their
-    arguments."""
+class FlashInferNorms(NormsWithoutResidual):
+    """Methods of `FlashInferBackend` for norms, without a residual: FlashInfer writes the sum into its arguments."""
+
+    rms_kernel = staticmethod(_rms_norm)
+    layer_kernel = staticmethod(_layer_norm)
 
     def rms_norm_verifier(self, x: torch.Tensor, weight: torch.Tensor | None) -> Verdict:
         if weight is None or weight.dtype != x.dtype:
             return False, 'rmsnorm needs a weight in the dtype of x'
         return _takes(x)
-
-    def rms_norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float = 1e-5,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y: torch.Tensor = _rms_norm(x, weight, float(eps))
-        return (y, wide(x) if residual_in_fp32 else x) if prenorm else y
 
     def layer_norm_verifier(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Verdict:
         if x.dtype != torch.bfloat16:
@@ -84,15 +72,3 @@ class FlashInferNorms:
         if weight is None or bias is None or weight.dtype != torch.float32 or bias.dtype != torch.float32:
             return False, 'layernorm needs a weight and a bias in float32'
         return _takes(x)
-
-    def layer_norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y: torch.Tensor = _layer_norm(x, weight, bias, float(eps))
-        return (y, wide(x) if residual_in_fp32 else x) if prenorm else y

@@ -1,14 +1,18 @@
-"""FlashInfer: the rotary embedding, in its form with tables of cosines and sines.
+"""FlashInfer: the rotary embedding with tables of cosines and sines.
 
-It rotates queries `[steps, H D]` and keys in place. It gets a copy of x as queries, or x itself for `inplace`, and one head
-of zeros as keys.
+Its kernel rotates queries `[steps, H D]` and keys in place. It gets a copy of x (with `inplace`, x itself) as queries, and
+one head of zeros as keys.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fla.backends.backend.base import Verdict
+from fla.modules.backends.limits import check_size
+from fla.modules.rotary.positions import TABLES_AND_POSITIONS, positions, tables_and_positions
 from fla.opaque import opaque
 from fla.ops.launch.triton_call import on_device_of
 from fla.ops.launch.vendor import aligned
@@ -26,9 +30,7 @@ def _rotate(
     offset: int,
     interleaved: bool,
 ) -> torch.Tensor:
-    """A contiguous x, in place."""
-    from fla.modules.rotary import positions
-
+    """Rotates a contiguous x in place."""
     with on_device_of(x):
         import flashinfer.rope
 
@@ -46,46 +48,28 @@ def _rotate(
     return x
 
 
-def _forward(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    offsets: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    offset: int,
-    interleaved: bool,
-) -> torch.Tensor:
-    return _rotate(x.clone(memory_format=torch.contiguous_format), cos, sin, offsets, cu_seqlens, offset, interleaved)
+def _forward(x: torch.Tensor, *tables_and_positions: Any) -> torch.Tensor:
+    return _rotate(x.clone(memory_format=torch.contiguous_format), *tables_and_positions)
 
 
-def _in_place(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    offsets: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    offset: int,
-    interleaved: bool,
-) -> None:
-    rotated = _rotate(aligned(x), cos, sin, offsets, cu_seqlens, offset, interleaved)
-    if rotated is not x:  # what 16 bytes at a time cannot be read from
+def _in_place(x: torch.Tensor, *tables_and_positions: Any) -> None:
+    rotated = _rotate(aligned(x), *tables_and_positions)
+    if rotated is not x:  # x was unaligned
         x.copy_(rotated)
 
 
-_REST = 'Tensor cos, Tensor sin, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, bool interleaved'
-
 _rotary = opaque(
     'fla::flashinfer_rotary_embedding',
-    schema=f'(Tensor x, {_REST}) -> (Tensor y)',
+    schema=f'(Tensor x, {TABLES_AND_POSITIONS}) -> (Tensor y)',
     forward=_forward,
-    fake=lambda x, cos, sin, offsets, cu_seqlens, offset, interleaved: x.new_empty(x.shape),
+    fake=lambda x, *_: x.new_empty(x.shape),
 )
 
 _rotary_in_place = opaque(
     'fla::flashinfer_rotary_embedding_in_place',
-    schema=f'(Tensor(a!) x, {_REST}) -> ()',
+    schema=f'(Tensor(a!) x, {TABLES_AND_POSITIONS}) -> ()',
     forward=_in_place,
-    fake=lambda x, cos, sin, offsets, cu_seqlens, offset, interleaved: None,
+    fake=lambda *_: None,
 )
 
 
@@ -99,13 +83,9 @@ class FlashInferRotary:
             return False, 'FlashInfer has tables in float32: cos and sin must be float32'
         if cos.shape[1] == 0 or cos.shape[1] % 8:
             return False, ('channels are read 16 bytes at a time: R / 2 must be a multiple of 8, got %s', cos.shape[1])
-        if x.numel() == 0:
-            return False, 'there are no steps, and the kernel cannot be launched on nothing'
-        if x.numel() >= 2**31:
-            return False, ('not known to count in 64 bits: x must have fewer than 2^31 elements, got %s', x.numel())
         if inplace and not x.is_contiguous():
             return False, 'FlashInfer takes contiguous queries: x must be contiguous with inplace=True'
-        return True, None
+        return check_size(x)
 
     def rotary_embedding(
         self,
@@ -117,9 +97,9 @@ class FlashInferRotary:
         seqlen_offsets: int | torch.Tensor = 0,
         cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        offsets, offset = (seqlen_offsets, 0) if isinstance(seqlen_offsets, torch.Tensor) else (None, seqlen_offsets)
+        given = tables_and_positions(cos, sin, interleaved, seqlen_offsets, cu_seqlens)
         if inplace:
-            _rotary_in_place(x, cos, sin, offsets, cu_seqlens, offset, interleaved)
+            _rotary_in_place(x, *given)
             return x
-        y: torch.Tensor = _rotary(x, cos, sin, offsets, cu_seqlens, offset, interleaved)
+        y: torch.Tensor = _rotary(x, *given)
         return y

@@ -15,7 +15,7 @@ from fla.utils.devices import Device
 
 
 class LigerBackend(LigerNorms, LigerActivations, LigerRotary, LigerLosses, BaseBackend):
-    """What of Liger-Kernel computes exactly what a function of ours says."""
+    """The kernels of Liger-Kernel that compute what a function here specifies."""
 
     backend_type = 'liger'
     package_name = 'liger_kernel'
@@ -41,5 +41,5 @@ class LigerBackend(LigerNorms, LigerActivations, LigerRotary, LigerLosses, BaseB
     )
 
     def probe(self, device: Device) -> Verdict:
-        # beside another Triton it imports, and may not compile
+        # with another Triton the package imports, but may not compile
         return smallest_call(device, one_row, 1.0, self.needs)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fla.backends.backend.base import Verdict
+from fla.modules.backends.limits import check_size
 from fla.opaque import opaque
 from fla.ops.launch.triton_call import on_device_of
 
@@ -27,7 +28,7 @@ def _backward(x: torch.Tensor, y: torch.Tensor, dz: torch.Tensor) -> Any:
     with on_device_of(x):
         from liger_kernel.ops.swiglu import swiglu_backward
 
-        # it writes the gradients over x and y, which are the caller's
+        # copies: Liger writes the gradients over x and y, which belong to the caller
         x_rows, y_rows = (one.clone(memory_format=torch.contiguous_format).view(-1, one.shape[-1]) for one in (x, y))
         dx, dy = swiglu_backward(x_rows, y_rows, _rows(dz))
         return dx.view(x.shape), dy.view(y.shape)
@@ -51,11 +52,7 @@ class LigerActivations:
             return False, ('Liger rounds silu(x) to the dtype of y before the product: x must be float32, got %s', x.dtype)
         if x.shape[-1] > 65536:
             return False, ('a row must have at most 65536 elements, got %s', x.shape[-1])
-        if x.numel() == 0:
-            return False, 'there are no rows, and the kernels cannot be launched on nothing'
-        if x.numel() >= 2**31:
-            return False, ('not known to count in 64 bits: x must have fewer than 2^31 elements, got %s', x.numel())
-        return True, None
+        return check_size(x)
 
     def swiglu(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         z: torch.Tensor = _swiglu(x, y)

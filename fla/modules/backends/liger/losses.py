@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fla.backends.backend.base import Verdict
+from fla.modules.backends.limits import check_size
 from fla.modules.checks import under_autocast
 from fla.opaque import opaque
 from fla.ops.launch.triton_call import on_device_of
@@ -17,11 +18,11 @@ _IGNORED = -100
 
 
 def _safe(target: torch.Tensor, classes: int, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Targets for Liger, int64, and which of those given are wrong: no class and not ignored. Liger reads, and its linear
-    loss writes, wherever a target points; so a wrong one gets a class, is counted as such, and is made NaN afterwards."""
+    """int64 targets for Liger, and which of the given ones are wrong: neither a class nor ignored. Liger reads, and its
+    linear loss writes, wherever a target points. So a wrong target is replaced by a class, and its result by NaN."""
     target = target.long()
-    near, ignored = target.clamp(0, classes - 1), target == ignore_index
-    return near.masked_fill(ignored, _IGNORED), (near != target) & ~ignored
+    clamped, ignored = target.clamp(0, classes - 1), target == ignore_index
+    return clamped.masked_fill(ignored, _IGNORED), (clamped != target) & ~ignored
 
 
 def _forward(
@@ -36,7 +37,7 @@ def _forward(
     with on_device_of(logits):
         from liger_kernel.ops.cross_entropy import cross_entropy_forward
 
-        # its kernel writes the gradient over what it is given, if that requires one
+        # a copy: Liger writes the gradient over logits that require one
         copy = logits.detach().clone(memory_format=torch.contiguous_format).requires_grad_(now)
         safe, wrong = _safe(target, logits.shape[1], ignore_index)
         losses, z_losses, *_, dlogits = cross_entropy_forward(
@@ -46,17 +47,9 @@ def _forward(
         return losses.masked_fill(wrong, float('nan')), z_losses, dlogits.detach() if now else None
 
 
-def _fake(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    label_smoothing: float,
-    logit_softcapping: float,
-    ignore_index: int,
-    lse_square_scale: float,
-    now: bool,
-) -> Any:
+def _fake(logits: torch.Tensor, *others: Any) -> Any:
     losses = (logits.new_empty(logits.shape[:1]) for _ in range(2))
-    return *losses, logits.new_empty(logits.shape) if now else None
+    return *losses, logits.new_empty(logits.shape) if others[-1] else None
 
 
 def _backward(
@@ -74,7 +67,7 @@ def _backward(
         *_, gradient = _forward(logits, target, *numbers, True)
     assert gradient is not None
     safe, wrong = _safe(target, logits.shape[1], ignore_index)
-    # the gradient of a loss that is not counted may be anything, as of a mean over no losses it is infinite
+    # the incoming gradient of an ignored loss may be anything: for a mean over no losses it is infinite
     factors = dlosses.masked_fill(wrong, float('nan')).masked_fill(safe == _IGNORED, 0.0)
     return gradient * factors[:, None]
 
@@ -121,7 +114,7 @@ def _linear_forward(
         )
         undefined = wrong.any()
         if reduction == 'mean':
-            # of no targets at all; Liger says 0
+            # all targets are ignored; Liger returns 0
             undefined |= (safe == _IGNORED).all()
         loss = loss.masked_fill(undefined, float('nan'))
         gradients = ((dx, x_now), (dweight, weight_now), (dbias, bias_now))
@@ -129,19 +122,9 @@ def _linear_forward(
 
 
 def _linear_fake(
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    label_smoothing: float,
-    logit_softcapping: float,
-    ignore_index: int,
-    reduction: str,
-    x_now: bool,
-    weight_now: bool,
-    bias_now: bool,
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *others: Any
 ) -> Any:
-    given = ((x, x_now), (weight, weight_now), (bias, bias_now))
+    given = zip((x, weight, bias), others[-3:], strict=True)
     gradients = (one.new_empty(one.shape) if now and one is not None else None for one, now in given)
     return (x.new_empty((), dtype=torch.float32), *gradients)
 
@@ -161,18 +144,18 @@ def _linear_backward(
     dloss: torch.Tensor,
     needs_input_grad: Sequence[bool],
 ) -> Any:
-    kept: Sequence[torch.Tensor | None] = (dx, dweight, dbias)
-    if any(need and one is None for need, one in zip(needs_input_grad, kept, strict=True)):
+    gradients: Sequence[torch.Tensor | None] = (dx, dweight, dbias)
+    if any(need and one is None for need, one in zip(needs_input_grad, gradients, strict=True)):
         numbers = (label_smoothing, logit_softcapping, ignore_index, reduction)
-        _, *kept = _linear_forward(x, target, weight, bias, *numbers, *needs_input_grad)
+        _, *gradients = _linear_forward(x, target, weight, bias, *numbers, *needs_input_grad)
     from fla.modules.kernels.cross_entropy import scaled
 
     _, wrong = _safe(target, weight.shape[0], ignore_index)
-    # a row of x has its own target; the others are sums over all rows
-    of_all = dloss.masked_fill(wrong.any(), float('nan'))
+    # a wrong target affects its row of dx, and all of dweight and dbias
+    factor_of_sums = dloss.masked_fill(wrong.any(), float('nan'))
     dx, dweight, dbias = (
         scaled(one, factor) if need and one is not None else None
-        for need, one, factor in zip(needs_input_grad, kept, (dloss, of_all, of_all), strict=True)
+        for need, one, factor in zip(needs_input_grad, gradients, (dloss, factor_of_sums, factor_of_sums), strict=True)
     )
     return None if dx is None else dx.masked_fill_(wrong[:, None], float('nan')), dweight, dbias
 
@@ -192,8 +175,8 @@ _linear_cross_entropy = opaque(
 
 
 class LigerLosses:
-    """Methods of `LigerBackend` for cross entropies. Liger reads the number of targets on the host, so a call waits for the
-    GPU and cannot be captured. It has no logit scale and no shards."""
+    """Methods of `LigerBackend` for cross entropies, without logit scale and shards. Liger reads the number of targets on
+    the host, so a call synchronises and cannot be captured."""
 
     def cross_entropy_loss_verifier(self, logits: torch.Tensor) -> Verdict:
         if logits.dtype != torch.float32:
@@ -201,14 +184,7 @@ class LigerLosses:
                 'losses have the dtype of the logits and are rounded to it: logits must be float32, got %s',
                 logits.dtype,
             )
-        if logits.numel() == 0:
-            return False, 'there are no rows, and the kernels cannot be launched on nothing'
-        if logits.numel() >= 2**31:
-            return False, (
-                'not known to count in 64 bits: logits must have fewer than 2^31 elements, got %s',
-                logits.numel(),
-            )
-        return True, None
+        return check_size(logits, 'logits')
 
     def cross_entropy_loss(
         self,
@@ -218,7 +194,7 @@ class LigerLosses:
         lse_square_scale: float = 0.0,
         logit_softcapping: float | None = None,
         ignore_index: int = -100,
-        # lint: allow ignored-argument because it is a permission, and a copy does
+        # lint: allow ignored-argument because it only permits to overwrite, and this copies
         inplace_backward: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cap = 0.0 if logit_softcapping is None else float(logit_softcapping)
@@ -232,17 +208,12 @@ class LigerLosses:
         if reduction == 'none':
             return False, "losses without a reduction have no gradients: reduction must be 'mean' or 'sum'"
         if x.dtype == torch.float16:
-            return False, 'gradients are rounded before a loss scaler could save them: x must be bfloat16 or float32'
+            return False, 'gradients underflow before the loss scale multiplies them: x must be bfloat16 or float32'
         if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
             return False, ('weight and bias must have the dtype of x, %s', x.dtype)
         if under_autocast(x):
-            return False, 'under autocast the dtypes of its products are its own choice'
-        if x.numel() == 0:
-            return False, 'there are no rows, and the kernels cannot be launched on nothing'
-        if x.numel() >= 2**31:
-            # a chunk of its logits is about as large as x
-            return False, ('not known to count in 64 bits: x must have fewer than 2^31 elements, got %s', x.numel())
-        return True, None
+            return False, 'under autocast Liger chooses the dtypes of its products itself'
+        return check_size(x)  # a chunk of its logits is about as large as x
 
     def fused_linear_cross_entropy_loss(
         self,
@@ -253,7 +224,7 @@ class LigerLosses:
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         logit_softcapping: float | None = None,
-        # lint: allow ignored-argument because it says how, not what, and Liger chooses its own
+        # lint: allow ignored-argument because it does not affect the result, and Liger chooses its own
         num_chunks: int = 8,
         reduction: str = 'mean',
     ) -> torch.Tensor:

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 
 from fla.backends.backend.base import Verdict
+from fla.modules.backends.limits import check_size
+from fla.modules.backends.norms import NormsWithoutResidual
 from fla.opaque import opaque
 from fla.ops.launch.triton_call import on_device_of
-from fla.ops.recurrence.gates import wide
 
-# Of Liger's casting modes for rms_norm the one that computes in float32 and rounds once. 'llama', its default, rounds the
-# normalized row before the weight multiplies it; 'none' computes in x's dtype. Its number is what backward takes.
+# The number of Liger's casting mode that computes rms_norm in float32 and rounds once. Its default 'llama' rounds the
+# normalized row before the product with the weight; 'none' computes in x's dtype.
 CASTING_MODE = 1
-# A row at a time. Many short rows are otherwise taken in blocks (0.8.5), and to the gradient of the weight a block adds rows
-# beyond the last one, for which a load without a default may give anything.
+# One row at a time. Otherwise Liger 0.8.5 takes many short rows in blocks. The gradient of the weight then includes rows
+# past the last one, which are loaded without a default and may hold anything.
 ROW_MODE = True
 
 
@@ -40,7 +41,7 @@ def _rms_backward(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dy
         from liger_kernel.ops.rms_norm import rms_norm_backward
         from liger_kernel.ops.utils import calculate_settings
 
-        # not in place: the gradient that comes in may be somebody else's too
+        # not in place: other code may use the incoming gradient
         dx, dweight = rms_norm_backward(
             *(_rows(dy), _rows(x), weight.contiguous(), scale, 0.0, CASTING_MODE),
             *(*calculate_settings(x.shape[-1]), False, ROW_MODE),
@@ -93,55 +94,31 @@ _layer_norm = opaque(
 
 
 def _takes(x: torch.Tensor) -> Verdict:
-    """Sizes that Liger's kernels are launched on."""
+    """Whether Liger's kernels take x of this size."""
     if x.shape[-1] > 65536:
         return False, ('a row must have at most 65536 elements, got %s', x.shape[-1])
-    if x.numel() == 0:
-        return False, 'there are no rows, and the kernels cannot be launched on nothing'
-    if x.numel() >= 2**31:
-        return False, ('not known to count in 64 bits: x must have fewer than 2^31 elements, got %s', x.numel())
-    return True, None
+    return check_size(x)
 
 
-class LigerNorms:
-    """Methods of `LigerBackend` for norms. Sums with a residual are not served: Liger rounds them before the norm."""
+class LigerNorms(NormsWithoutResidual):
+    """Methods of `LigerBackend` for norms, without a residual: Liger rounds the sum before the norm."""
+
+    rms_kernel = staticmethod(_rms_norm)
+    layer_kernel = staticmethod(_layer_norm)
 
     def rms_norm_verifier(self, x: torch.Tensor, weight: torch.Tensor | None) -> Verdict:
         if weight is None:
             return False, 'rms_norm needs a weight'
         return _takes(x)
 
-    def rms_norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float = 1e-5,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y: torch.Tensor = _rms_norm(x, weight, float(eps))
-        return (y, wide(x) if residual_in_fp32 else x) if prenorm else y
-
     def layer_norm_verifier(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Verdict:
         if weight is None or bias is None:
             return False, 'layer_norm needs a weight and a bias'
         return _takes(x)
 
-    def layer_norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y: torch.Tensor = _layer_norm(x, weight, bias, float(eps))
-        return (y, wide(x) if residual_in_fp32 else x) if prenorm else y
-
 
 def one_row(device: torch.device) -> torch.Tensor:
-    """Of ones, whose root mean square is 1."""
+    """The norm of ones, which is ones."""
     x = torch.ones(1, 16, dtype=torch.bfloat16, device=device)
     y: torch.Tensor = _rms_forward(x, x[0], 1e-5)[0]
     return y

@@ -1,7 +1,7 @@
 """Liger-Kernel: the rotary embedding.
 
-Its kernel rotates queries `[B, H, T, D]` and keys in place, wherever they are a transposed view of `[B, T, H, D]`. So it
-gets x, or a copy of it, as queries, and one head of unused memory as keys.
+Its kernel rotates queries `[B, H, T, D]` and keys in place if they are transposed views of `[B, T, H, D]`. It gets x or a
+copy of it as queries, and one head of unused memory as keys.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import torch
 
 from fla.backends.backend.base import Verdict
+from fla.modules.backends.limits import check_size
 from fla.opaque import opaque
 from fla.ops.launch.triton_call import on_device_of
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int, back: bool) -> torch.Tensor:
-    """A contiguous x, in place."""
+    """Rotates a contiguous x in place."""
     with on_device_of(x):
         from liger_kernel.ops.rope import rope_backward, rope_forward
 
         rows = slice(offset, offset + x.shape[1])
-        # both halves of a row, and a batch of one for all
+        # Liger's tables have both halves of a row, and a batch dimension of 1
         doubled = (torch.cat([table[rows], table[rows]], -1)[None] for table in (cos, sin))
         keys = x.new_empty(x.shape[0], x.shape[1], 1, x.shape[3])
         y = (rope_backward if back else rope_forward)(x.transpose(1, 2), keys.transpose(1, 2), *doubled)[0].transpose(1, 2)
@@ -31,7 +32,7 @@ def _forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int)
 
 
 def _backward(cos: torch.Tensor, sin: torch.Tensor, offset: int, dy: torch.Tensor) -> torch.Tensor:
-    # the gradient that comes in may be somebody else's too
+    # a copy: other code may use the incoming gradient
     return _rotate(dy.clone(memory_format=torch.contiguous_format), cos, sin, offset, True)
 
 
@@ -58,8 +59,8 @@ _rotary_in_place = opaque(
 
 
 class LigerRotary:
-    """Methods of `LigerBackend` for the rotary embedding: one sequence a batch row, one position for all, all channels in
-    halves."""
+    """Methods of `LigerBackend` for the rotary embedding: one sequence per batch row, one position for all, all channels
+    rotated in halves."""
 
     def rotary_embedding_verifier(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inplace: bool, seqlen_offsets: int | torch.Tensor
@@ -72,13 +73,9 @@ class LigerRotary:
             return False, 'Liger has no gradient of cos and sin'
         if 2 * cos.shape[1] != x.shape[3]:
             return False, ('Liger rotates all channels: R must be D, got %s and %s', 2 * cos.shape[1], x.shape[3])
-        if x.numel() == 0:
-            return False, 'there are no steps, and the kernels cannot be launched on nothing'
-        if x.numel() >= 2**31:
-            return False, ('not known to count in 64 bits: x must have fewer than 2^31 elements, got %s', x.numel())
         if inplace and not x.is_contiguous():
             return False, 'Liger would write into a copy of x: x must be contiguous with inplace=True'
-        return True, None
+        return check_size(x)
 
     def rotary_embedding(
         self,

@@ -1,4 +1,4 @@
-"""Plain PyTorch: what a CPU gets, and what every other backend is compared with."""
+"""Plain PyTorch: it serves CPUs, and every other backend is compared with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fla.modules.backends.reference.rotary import ReferenceRotary
 class ModulesReference(
     ReferenceNorms, ReferenceActivations, ReferenceRotary, ReferenceConvolution, ReferenceLosses, BaseBackend
 ):
-    """Every device, dtype and argument; differentiable twice."""
+    """Takes every device, dtype and argument, and is differentiable twice."""
 
     backend_type = 'reference'
     kind = 'reference'

@@ -25,7 +25,7 @@ class ReferenceConvolution:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         width = weight.shape[1]
         before = None if initial_state is None else initial_state.transpose(1, 2)
-        # x is wide before it is cut, so that its gradients are added there
+        # x is widened before it is sliced, so that its gradients are summed in float32
         if cu_seqlens is None:
             history = x.new_zeros(x.shape[0], width, x.shape[2]) if before is None else before
             inputs = torch.cat([history, wide(x)], 1)
@@ -38,7 +38,7 @@ class ReferenceConvolution:
         if not output_final_state:
             return y.contiguous(), None
         dtype = x.dtype if initial_state is None else initial_state.dtype
-        # a copy: the caller may go on to update it in place
+        # a copy: the caller may update it in place
         return y.contiguous(), final.transpose(1, 2).to(dtype).clone(memory_format=torch.contiguous_format)
 
     def causal_conv1d_update(
@@ -53,11 +53,11 @@ class ReferenceConvolution:
         assert weight is not None  # checked
         now = x.flatten(0, -2)[..., None]
         inputs = torch.cat([cache[..., 1:], now.to(cache.dtype)], -1)
-        # what goes into the sum is x, not x as the cache rounds it
+        # the sum uses x itself, not x rounded to the cache's dtype
         taps = [*(inputs[..., w] for w in range(weight.shape[1] - 1)), now[..., 0]]
         y = _filter(taps, weight, bias, activation).reshape(x.shape)
         y = (y if residual is None else y + wide(residual)).to(x.dtype)
-        # last, so that a call that fails has changed nothing
+        # last, so that a failed call changes nothing
         overwrite(cache, inputs)
         return y, cache
 
@@ -65,9 +65,9 @@ class ReferenceConvolution:
 def _filter(
     taps: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
 ) -> torch.Tensor:
-    """The sum of taps, each `[..., D]`, by the columns of the weight."""
-    # Rows of a contiguous [W, D] rather than strided columns: 4.8 ms instead of 18 for x [1, 1024, 1536] on one core, and 15
-    # for F.conv1d, which wants the channels first.
+    """The sum of taps, each `[..., D]`, weighted by the columns of the weight."""
+    # Rows of a contiguous [W, D] instead of strided columns: 4.8 ms instead of 18 for x [1, 1024, 1536] on one core.
+    # F.conv1d, which needs the channels first, takes 15 ms.
     rows = wide(weight).t().contiguous()
     y = wide(taps[0]) * rows[0]
     for tap, row in zip(taps[1:], rows[1:], strict=True):
@@ -79,10 +79,10 @@ def _filter(
 def _packed_taps(
     x: torch.Tensor, before: torch.Tensor | None, cu_seqlens: torch.Tensor, width: int
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """For packed sequences: what each filter column is multiplied with, W tensors `[1, T, D]`, and the last W steps of each
-    sequence, `[N, W, D]`. By indices computed on the device; bad `cu_seqlens` give wrong values, no bad reads."""
+    """For packed sequences, the W taps `[1, T, D]` of the filter's columns, and the last W steps of each sequence,
+    `[N, W, D]`. Indices are computed on the device; bad `cu_seqlens` give wrong values, but no reads out of bounds."""
     length, count = x.shape[1], cu_seqlens.shape[0] - 1
-    # rows to pick from: the steps, then the initial state's, then a zero
+    # rows to pick from: the steps, then those of the initial states, then a row of zeros
     steps = [x[0], x.new_zeros(1, x.shape[2])]
     if before is not None:
         steps.insert(1, before.reshape(count * width, x.shape[2]))
@@ -92,7 +92,7 @@ def _packed_taps(
     sequences = torch.arange(count, device=x.device)
 
     def pick(sequence: torch.Tensor, first: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """Step `step` of a sequence that begins at `first`; negative steps are in its initial state."""
+        """Step `step` of a sequence that begins at `first`; negative steps come from its initial state."""
         if before is None:
             past = torch.full_like(step, rows.shape[0] - 1)
         else:
@@ -100,11 +100,11 @@ def _packed_taps(
         return rows[torch.where(step >= 0, (first + step).clamp(max=max(length - 1, 0)), past)]
 
     time = torch.arange(length, device=x.device)
-    # clamped for the sake of unsorted lengths alone
+    # the clamp matters only for unsorted cu_seqlens
     sequence = (torch.searchsorted(end.contiguous(), time, right=True)).clamp(max=max(count - 1, 0))
     first = start[sequence]
     step = time - first
-    # a present step is always in its own sequence, and needs no index
+    # the current step is always in its own sequence, and needs no index
     taps = [pick(sequence, first, step - (width - 1 - w))[None] for w in range(width - 1)]
     last = (end - start)[:, None] - width + torch.arange(width, device=x.device)
     return [*taps, x], pick(sequences[:, None], start[:, None], last)

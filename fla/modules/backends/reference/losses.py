@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed
 
-from fla.modules.fused_cross_entropy import reduced
+from fla.modules.fused_cross_entropy.ops import reduced
 from fla.ops.recurrence.gates import wide
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over the ranks of a group, each of which goes on with the same numbers: the gradient of a rank's term is that
+    """The sum over the ranks of a group. Each rank continues with the same numbers, so the gradient of a rank's term is that
     of the sum."""
 
     @staticmethod
@@ -35,9 +35,8 @@ class _Summed(torch.autograd.Function):
 def _of_rows(
     v: torch.Tensor, target: torch.Tensor, with_mean: bool, with_lse: bool, group: ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of rows of `[N, V]`: how far the number that the target names, and the mean, are below the logarithm of the sum of
-    exponentials, and that logarithm. What is not wanted is anything. The largest number is taken off first: beside a large
-    one the rest of the logarithm would be rounded away."""
+    """For rows of v `[N, V]`: lse - v[target], lse - mean(v), and lse, the log-sum-exp. Values that are not asked for are
+    arbitrary. The row's maximum is subtracted first: next to a large maximum, the rest of lse would be rounded away."""
     if group is None:
         log_p = F.log_softmax(v, 1)
         picked = -log_p.gather(1, target.clamp(0, v.shape[1] - 1).long()[:, None])[:, 0]
@@ -70,11 +69,11 @@ class ReferenceLosses:
         lse_square_scale: float = 0.0,
         logit_softcapping: float | None = None,
         ignore_index: int = -100,
-        inplace_backward: bool = False,  # a permission, not made use of
+        inplace_backward: bool = False,  # only permits to overwrite
         process_group: ProcessGroup | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ignored = target == ignore_index
-        # what is not counted is not computed with: the gradient of an infinite logit would be 0 * inf
+        # ignored rows are replaced by zeros: the gradient of an infinite logit would be 0 * inf
         v = wide(logits).masked_fill(ignored[:, None], 0.0) * logit_scale
         if logit_softcapping is not None:
             v = logit_softcapping * torch.tanh(v / logit_softcapping)
@@ -84,7 +83,7 @@ class ReferenceLosses:
         if label_smoothing:
             losses = losses + label_smoothing * smooth
         classes = v.shape[1] * (1 if process_group is None else process_group.size())
-        # a factor, so that the gradient says it too
+        # a factor, so that the gradient becomes NaN too
         known = ignored | ((target >= 0) & (target < classes))
         losses = losses * torch.ones_like(losses).masked_fill(~known, float('nan'))
         return torch.where(ignored, 0.0, losses), torch.where(ignored, 0.0, z_losses).detach()
@@ -99,7 +98,7 @@ class ReferenceLosses:
         label_smoothing: float = 0.0,
         logit_scale: float = 1.0,
         logit_softcapping: float | None = None,
-        num_chunks: int = 8,  # of the logits, which are whole here
+        num_chunks: int = 8,  # unused: the logits are one chunk
         reduction: str = 'mean',
     ) -> torch.Tensor:
         logits = F.linear(x.flatten(0, -2), weight, bias)

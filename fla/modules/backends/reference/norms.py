@@ -19,7 +19,7 @@ def normalized(
     centered: bool = False,
     num_groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, wide, and that sum as the next layer's residual."""
+    """The norm of x + residual in at least float32, and the sum as the next layer's residual."""
     total = wide(x) if residual is None else wide(x) + wide(residual)
     y = total if num_groups == 1 else total.reshape(*x.shape[:-1], num_groups, x.shape[-1] // num_groups)
     if centered:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from fla.modules.backends.reference.overwrite import overwrite
-from fla.modules.rotary import positions, rotary_embedding_ref
+from fla.modules.rotary.ops import rotary_embedding_ref
+from fla.modules.rotary.positions import positions
 
 
 class ReferenceRotary:

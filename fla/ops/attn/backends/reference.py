@@ -1,4 +1,4 @@
-"""Plain PyTorch: what every other backend is compared with."""
+"""Plain PyTorch, with which every other backend is compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fla.ops.attn.naive import naive_parallel_attn
 
 
 class AttentionReference(BaseBackend):
-    """Every device, dtype and argument; differentiable twice. All scores are in memory."""
+    """Takes every device, dtype and argument, and is differentiable twice. All scores are in memory."""
 
     backend_type = 'reference'
     kind = 'reference'

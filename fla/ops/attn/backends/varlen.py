@@ -1,4 +1,4 @@
-"""`torch.nn.attention.varlen`, PyTorch's FlashAttention of packed sequences and windows (of PyTorch newer than 2.11)."""
+"""`torch.nn.attention.varlen`, PyTorch's FlashAttention for packed sequences and windows (in PyTorch newer than 2.11)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import torch
 
 from fla.backends import BaseBackend, Verdict
-from fla.ops.attn.backends.scale import above_zero
+from fla.ops.attn.backends.vendor_calls import check_head_dims, positive_scale, steps_left
 from fla.ops.launch.triton_call import on_device_of
 from fla.ops.launch.vendor import in_pieces, ordered, smallest_call
 from fla.utils.devices import Device
@@ -16,7 +16,7 @@ from fla.utils.devices import Device
 
 @functools.cache
 def _parameters() -> frozenset[str]:
-    """Of `varlen_attn`, which has grown with each version; none where there is no such function."""
+    """The parameters of `varlen_attn`, which each version extends; empty if PyTorch has no such function."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -25,9 +25,9 @@ def _parameters() -> frozenset[str]:
 
 
 class TorchVarlenBackend(BaseBackend):
-    """What `sdpa` says by a mask: packed sequences, and windows, for which rows of a batch are packed. K = V, a multiple of
-    8; no decays, no sinks, as many queries as keys. Not in compiled code, which cannot see addresses: those of q, k and v
-    must be multiples of 16, and others are copied."""
+    """Packed sequences and windows, for which `sdpa` needs a mask; with a window, the rows of a batch are packed. K = V, a
+    multiple of 8; no decays, no sinks, as many queries as keys. Not for compiled code: unaligned q, k and v are copied, and
+    compiled code does not see addresses."""
 
     backend_type = 'torch_varlen'
     kind = 'native'
@@ -53,28 +53,22 @@ class TorchVarlenBackend(BaseBackend):
         return True, None
 
     def probe(self, device: Device) -> Verdict:
-        # a PyTorch built without FlashAttention has the function all the same
+        # PyTorch has the function even if it was built without FlashAttention
         return smallest_call(device, self._one_step, 1.0, self.needs)
 
     def _one_step(self, device: torch.device) -> torch.Tensor:
-        """A step sees itself alone: o = v, here of ones."""
+        """o of a single step. It sees only itself, so o = v, which is ones."""
         x = torch.ones(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
         return self.parallel_attn(x, x, x, window_size=1)
 
     def parallel_attn_verifier(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Verdict:
-        if q.shape[3] != v.shape[3]:
-            return False, ('K and V must be equal, got %s and %s', q.shape[3], v.shape[3])
-        if q.shape[3] % 8:
-            return False, ('K must be a multiple of 8, got %s', q.shape[3])
         if q.shape[1] != k.shape[1]:
             return False, ('takes as many queries as keys, got %s and %s', q.shape[1], k.shape[1])
-        if q.numel() == 0:
-            return False, 'there are no steps, and the kernels cannot be launched on nothing'
-        return True, None
+        return check_head_dims(q, v)
 
     def parallel_attn_prefers(self, window_size: int | None, cu_seqlens: torch.Tensor | None) -> Verdict:
         if window_size is None and cu_seqlens is None:
-            return False, 'needs no mask, so that `sdpa` can choose among more kernels'
+            return False, 'the call needs no mask, so `sdpa` can choose among more kernels'
         return True, None
 
     def parallel_attn(
@@ -85,12 +79,12 @@ class TorchVarlenBackend(BaseBackend):
         scale: float | None = None,
         window_size: int | None = None,
         cu_seqlens: torch.Tensor | None = None,
-        # lint: allow ignored-argument because chunk_indices says nothing that cu_seqlens does not
+        # lint: allow ignored-argument because chunk_indices follows from cu_seqlens
         chunk_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        q, scale = above_zero(q, scale)
+        q, scale = positive_scale(q, scale)
         batch, length = q.shape[:2]
         with on_device_of(q):
             if cu_seqlens is None:
@@ -107,8 +101,7 @@ class TorchVarlenBackend(BaseBackend):
                 length,
                 length,
                 scale=scale,
-                # steps to the left and right of a query, itself apart
-                window_size=(-1 if window_size is None else window_size - 1, 0),
+                window_size=(steps_left(window_size), 0),
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         packed: torch.Tensor = o[0] if isinstance(o, tuple) else o

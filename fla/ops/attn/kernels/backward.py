@@ -1,8 +1,8 @@
-"""The backward: `of_queries` goes over the keys of a block of queries, `of_keys` over the queries of a block of keys and of
-all heads that read them. Nothing is added by two programs, so the order of sums is fixed.
+"""The backward. `query_gradients` loops over the keys of a block of queries. `key_gradients` loops over the queries of a
+block of keys, for all heads that read them. No two programs add to one number, so the order of sums is fixed.
 
-p is repeated from the scores and lse. With delta_i = o_i do_i and dp_ij = do_i v_j the gradient of a score is
-ds_ij = p_ij (dp_ij - delta_i); of the sink's logit it is minus the sum of its weights times delta.
+p is recomputed from the scores and lse. With delta_i = o_i do_i and dp_ij = do_i v_j, the gradient of a score is
+ds_ij = p_ij (dp_ij - delta_i). The gradient of the sink's logit is minus the sum of its weights times delta.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fla.ops.attn.kernels.common import LOG2_E, decays_of, keep_seen, place_of, rows_of
+from fla.ops.attn.kernels.common import LOG2_E, key_ranges, load_decays, load_rows, locate_block, mask_scores
 
 
 @triton.jit
-def _over_keys(
+def _loop_over_keys(
     dq,
     row,
     q,
@@ -47,15 +47,15 @@ def _over_keys(
     STAGES: tl.constexpr,
 ):
     for first in tl.range(begin, end, BN, num_stages=STAGES):
-        keys = rows_of(k, first, count, k_t, BN, K, BK, not MASKED)
+        keys = load_rows(k, first, count, k_t, BN, K, BK, not MASKED)
         s = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
         if DECAY:
-            j_high, j_low = decays_of(sums, low, first, count, BN)
+            j_high, j_low = load_decays(sums, low, first, count, BN)
             s += (i_high[:, None] - j_high[None, :]) + (i_low[:, None] - j_low[None, :])
         if MASKED:
-            s = keep_seen(s, i[:, None], (first + tl.arange(0, BN))[None, :], window, WINDOW)
+            s = mask_scores(s, i[:, None], (first + tl.arange(0, BN))[None, :], window, WINDOW)
         p = tl.exp2(s - lse[:, None])
-        values = rows_of(v, first, count, v_t, BN, V, BV, not MASKED)
+        values = load_rows(v, first, count, v_t, BN, V, BV, not MASKED)
         ds = p * (tl.dot(do, tl.trans(values), input_precision=PRECISION) - delta[:, None])
         if DECAY:
             row += tl.sum(ds, 1)
@@ -64,7 +64,7 @@ def _over_keys(
 
 
 @triton.jit(do_not_specialize=['T', 'S', 'window', 'plane'])
-def of_queries(
+def query_gradients(
     q,
     k,
     v,
@@ -109,10 +109,10 @@ def of_queries(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dq `[B, T, HQ, K]`; delta and, with decays, the sums of the rows of ds `[B, HQ, T]`; of the sink what each program
-    adds `[programs]`. o and do are contiguous."""
+    """dq `[B, T, HQ, K]`, delta `[B, HQ, T]`, with DECAY the row sums of ds `[B, HQ, T]`, with SINK each program's part of
+    the sink's gradient `[programs]`. o and do are contiguous."""
     pid = tl.program_id(0)
-    head, batch, n, first, start, length = place_of(pid, table, cu_seqlens, T, HQ, BM, PACKED)
+    head, batch, n, first, start, length = locate_block(pid, table, cu_seqlens, T, HQ, BM, PACKED)
     if n < 0:
         if SINK:
             tl.store(dsink + pid, 0.0)
@@ -127,63 +127,31 @@ def of_queries(
     t = first + tl.arange(0, BM)
     i = t + past
     inside = t < length
-    queries = rows_of(q, first, length, q_t, BM, K, BK, False)
+    queries = load_rows(q, first, length, q_t, BM, K, BK, False)
     results = ((batch * T + start) * HQ + head) * V
-    gradient = rows_of(do + results, first, length, HQ * V, BM, V, BV, False)
-    of_row = rows_of(o + results, first, length, HQ * V, BM, V, BV, False).to(tl.float32)
-    of_row = tl.sum(of_row * gradient.to(tl.float32), 1)
-    tl.store(delta + line + t, of_row, mask=inside)
-    # rows that do not exist: no weights
+    gradient = load_rows(do + results, first, length, HQ * V, BM, V, BV, False)
+    row_delta = load_rows(o + results, first, length, HQ * V, BM, V, BV, False).to(tl.float32)
+    row_delta = tl.sum(row_delta * gradient.to(tl.float32), 1)
+    tl.store(delta + line + t, row_delta, mask=inside)
+    # inf: rows past the end have weights of 0
     normaliser = tl.load(lse + line + t, mask=inside, other=float('inf'))
     if SINK:
         bias = tl.load(sink + head).to(tl.float32) * LOG2_E
-        tl.store(dsink + pid, -tl.sum(tl.exp2(bias - normaliser) * of_row, 0))
+        tl.store(dsink + pid, -tl.sum(tl.exp2(bias - normaliser) * row_delta, 0))
     i_high = tl.zeros([BM], tl.float32)
     i_low = i_high
     if DECAY:
-        i_high, i_low = decays_of(sums, sums + plane, first, length, BM)
+        i_high, i_low = load_decays(sums, sums + plane, first, length, BM)
     acc = tl.zeros([BM, BK], tl.float32)
     row = tl.zeros([BM], tl.float32)
-    # as in the forward
-    begin = first * 0
-    whole = first * 0
-    end = tl.minimum(first + BM, length) + past
-    if WINDOW:
-        begin = tl.maximum(first + past - window + 1, 0) // BN * BN
-        whole = tl.minimum(tl.cdiv(tl.maximum(first + BM + past - window, 0), BN) * BN, end)
-    diagonal = tl.maximum((first + past + 1) // BN * BN, whole)
+    begin, window_end, diagonal, end = key_ranges(first, length, past, window, BM, BN, WINDOW)
     for part in tl.static_range(0 if WINDOW else 1, 3):
-        acc, row = _over_keys(
-            acc,
-            row,
-            queries,
-            gradient,
-            i,
-            i_high,
-            i_low,
-            normaliser,
-            of_row,
-            k,
-            v,
-            sums,
-            sums + plane,
-            begin if part == 0 else whole if part == 1 else diagonal,
-            whole if part == 0 else diagonal if part == 1 else end,
-            length + past,
-            scale,
-            window,
-            k_t,
-            v_t,
-            K,
-            V,
-            BK,
-            BV,
-            BN,
-            DECAY,
-            WINDOW,
-            part != 1,
-            PRECISION,
-            STAGES,
+        part_begin = begin if part == 0 else window_end if part == 1 else diagonal
+        part_end = window_end if part == 0 else diagonal if part == 1 else end
+        acc, row = _loop_over_keys(
+            *(acc, row, queries, gradient, i, i_high, i_low, normaliser, row_delta, k, v, sums, sums + plane),
+            *(part_begin, part_end, length + past, scale, window, k_t, v_t),
+            *(K, V, BK, BV, BN, DECAY, WINDOW, part != 1, PRECISION, STAGES),
         )
     d = tl.arange(0, BK)
     dq += ((batch * T + start + first) * HQ + head) * K
@@ -194,7 +162,7 @@ def of_queries(
 
 
 @triton.jit
-def _over_queries(
+def _loop_over_queries(
     dk,
     dv,
     column,
@@ -228,21 +196,21 @@ def _over_queries(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Scores are transposed: rows are keys. Queries that do not exist have no weights."""
+    """Scores are transposed: rows are keys. Queries past the end have weights of 0."""
     for first in tl.range(begin, end, BM, num_stages=STAGES):
         t = first + tl.arange(0, BM)
-        queries = rows_of(q, first, count, q_t, BM, K, BK, False)
+        queries = load_rows(q, first, count, q_t, BM, K, BK, False)
         s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * scale
         if DECAY:
-            i_high, i_low = decays_of(sums, low, first, count, BM)
+            i_high, i_low = load_decays(sums, low, first, count, BM)
             s += (i_high[None, :] - j_high[:, None]) + (i_low[None, :] - j_low[:, None])
         if MASKED:
-            s = keep_seen(s, (t + past)[None, :], j[:, None], window, WINDOW)
+            s = mask_scores(s, (t + past)[None, :], j[:, None], window, WINDOW)
         p = tl.exp2(s - tl.load(lse + t, mask=t < count, other=float('inf'))[None, :])
-        gradient = rows_of(do, first, count, do_t, BM, V, BV, False)
+        gradient = load_rows(do, first, count, do_t, BM, V, BV, False)
         dv = tl.dot(p.to(gradient.dtype), gradient, dv, input_precision=PRECISION)
-        of_row = tl.load(delta + t, mask=t < count, other=0.0)
-        ds = p * (tl.dot(values, tl.trans(gradient), input_precision=PRECISION) - of_row[None, :])
+        row_delta = tl.load(delta + t, mask=t < count, other=0.0)
+        ds = p * (tl.dot(values, tl.trans(gradient), input_precision=PRECISION) - row_delta[None, :])
         if DECAY:
             column += tl.sum(ds, 1)
         dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision=PRECISION)
@@ -250,7 +218,7 @@ def _over_queries(
 
 
 @triton.jit(do_not_specialize=['T', 'S', 'window', 'plane'])
-def of_keys(
+def key_gradients(
     q,
     k,
     v,
@@ -292,8 +260,8 @@ def of_keys(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dk `[B, S, H, K]`, dv `[B, S, H, V]` and, with decays, the sums of the columns of ds `[B, HQ, S]`."""
-    group, batch, n, first, start, length = place_of(tl.program_id(0), table, cu_seqlens, S, H, BN, PACKED)
+    """dk `[B, S, H, K]`, dv `[B, S, H, V]`, and with DECAY the column sums of ds `[B, HQ, S]`."""
+    group, batch, n, first, start, length = locate_block(tl.program_id(0), table, cu_seqlens, S, H, BN, PACKED)
     if n < 0:
         return
     batch, start = tl.cast(batch, tl.int64), tl.cast(start, tl.int64)
@@ -303,21 +271,22 @@ def of_keys(
     row = tl.arange(0, BN)
     j = first + row
     inside = j < length
-    keys = rows_of(k, first, length, k_t, BN, K, BK, False)
-    values = rows_of(v, first, length, v_t, BN, V, BV, False)
+    keys = load_rows(k, first, length, k_t, BN, K, BK, False)
+    values = load_rows(v, first, length, v_t, BN, V, BV, False)
     acc_k = tl.zeros([BN, BK], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
-    # queries: before `whole` some do not see the last keys, from `edge` on some no longer see the first ones
+    # Queries up to `diagonal` come before some of the keys, those up to `window_begin` see all of them, and for later ones
+    # some keys are outside of the window.
     last = tl.minimum(first + BN, length) - 1
     begin = tl.maximum(first - past, 0) // BM * BM
     end = length - past
-    whole = tl.minimum(tl.cdiv(tl.maximum(last - past, 0), BM) * BM, end)
-    edge = end
+    diagonal = tl.minimum(tl.cdiv(tl.maximum(last - past, 0), BM) * BM, end)
+    window_begin = end
     if WINDOW:
         end = tl.minimum(end, tl.maximum(last + window - past, 0))
-        whole = tl.minimum(whole, end)
-        edge = tl.maximum(tl.maximum(first + window - past, 0) // BM * BM, whole)
-        edge = tl.minimum(edge, end)
+        diagonal = tl.minimum(diagonal, end)
+        window_begin = tl.maximum(tl.maximum(first + window - past, 0) // BM * BM, diagonal)
+        window_begin = tl.minimum(window_begin, end)
     for g in range(HQ // H):
         head = group * (HQ // H) + g
         line = (batch * HQ + head) * T + start
@@ -327,41 +296,14 @@ def of_keys(
         j_high = column
         j_low = column
         if DECAY:
-            j_high, j_low = decays_of(sums + line, sums + line + plane, first, length, BN)
+            j_high, j_low = load_decays(sums + line, sums + line + plane, first, length, BN)
         for part in tl.static_range(3 if WINDOW else 2):
-            acc_k, acc_v, column = _over_queries(
-                acc_k,
-                acc_v,
-                column,
-                keys,
-                values,
-                j,
-                j_high,
-                j_low,
-                queries,
-                gradients,
-                lse + line,
-                delta + line,
-                sums + line,
-                sums + line + plane,
-                begin if part == 0 else whole if part == 1 else edge,
-                whole if part == 0 else edge if part == 1 else end,
-                length - past,
-                past,
-                scale,
-                window,
-                q_t,
-                HQ * V,
-                K,
-                V,
-                BK,
-                BV,
-                BM,
-                DECAY,
-                WINDOW,
-                part != 1,
-                PRECISION,
-                STAGES,
+            part_begin = begin if part == 0 else diagonal if part == 1 else window_begin
+            part_end = diagonal if part == 0 else window_begin if part == 1 else end
+            acc_k, acc_v, column = _loop_over_queries(
+                *(acc_k, acc_v, column, keys, values, j, j_high, j_low, queries, gradients, lse + line, delta + line),
+                *(sums + line, sums + line + plane, part_begin, part_end, length - past, past, scale, window, q_t, HQ * V),
+                *(K, V, BK, BV, BM, DECAY, WINDOW, part != 1, PRECISION, STAGES),
             )
         if DECAY:
             tl.store(columns + line + j, column, mask=inside)

@@ -1,4 +1,4 @@
-"""What the kernels of attention share: places, rows, scores, sums of decays."""
+"""What the kernels of attention share: block positions, loads of rows, masks of scores, and sums of decays."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ STRONGEST = tl.constexpr(naive.STRONGEST)
 
 
 @triton.jit
-def place_of(pid, table, cu_seqlens, T, HEADS: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr):
-    """Head, batch row, sequence (-1: nothing to do), first step of the block within it, start and length of the sequence.
+def locate_block(pid, table, cu_seqlens, T, HEADS: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr):
+    """Head, batch row, sequence (-1: no work), first step of the block in its sequence, start and length of the sequence.
 
-    Blocks of one head are neighbours, so that those that run together read the same keys; later ones, which see more keys,
-    come first.
+    Blocks of one head are adjacent, so that concurrent programs read the same keys. Later blocks, which see more keys, come
+    first.
     """
     if PACKED:
         # rows of the table
@@ -29,14 +29,14 @@ def place_of(pid, table, cu_seqlens, T, HEADS: tl.constexpr, SIZE: tl.constexpr,
         head = pid // count % HEADS
         row = pid // (count * HEADS) * count + count - 1 - pid % count
     n, c, batch, start, end = chunk_of(row, table, cu_seqlens, T, SIZE, PACKED)
-    # heads may be the outer dimension of what is read: a head's stride is then a sequence long
+    # in 64 bits: the stride of heads may be a whole sequence
     return tl.cast(head, tl.int64), batch, n, c * SIZE, start, end - start
 
 
 @triton.jit
-def rows_of(x, first, count, stride, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
-    """`[ROWS, BD]` from row `first` of x on; rows from `count` on, of which WHOLE says that there are none, are zero. ROWS
-    times the stride must be below 2^31."""
+def load_rows(x, first, count, stride, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
+    """`[ROWS, BD]` from row `first` of x on. Rows from `count` on are zero; with WHOLE there are none. ROWS times the stride
+    must be below 2^31."""
     row = tl.arange(0, ROWS)
     col = tl.arange(0, BD)
     at = x + first.to(tl.int64) * stride + row[:, None] * stride + col[None, :]
@@ -50,25 +50,39 @@ def rows_of(x, first, count, stride, ROWS: tl.constexpr, D: tl.constexpr, BD: tl
 
 
 @triton.jit
-def decays_of(sums, low, first, count, ROWS: tl.constexpr):
-    """Sums of decays of some steps, in two parts: see `decay_sums`."""
+def load_decays(sums, low, first, count, ROWS: tl.constexpr):
+    """The sums of decays of ROWS steps, in two parts; see `decay_sums`."""
     row = first + tl.arange(0, ROWS)
     high = tl.load(sums + row, mask=row < count, other=0.0)
     return high, tl.load(low + row, mask=row < count, other=0.0)
 
 
 @triton.jit
-def keep_seen(s, i, j, window, WINDOW: tl.constexpr):
-    """Scores of places i `[rows, 1]` and j `[1, columns]`, or the other way round; -inf where i does not see j."""
-    seen = j <= i
+def mask_scores(s, i, j, window, WINDOW: tl.constexpr):
+    """Scores of queries i `[rows, 1]` and keys j `[1, columns]`, or transposed; -inf where i does not see j."""
+    visible = j <= i
     if WINDOW:
-        seen = seen & (j > i - window)
-    return tl.where(seen, s, float('-inf'))
+        visible = visible & (j > i - window)
+    return tl.where(visible, s, float('-inf'))
 
 
 @triton.jit
-def sequence_of_program(cu_seqlens, T, HQ: tl.constexpr, PACKED: tl.constexpr):
-    """Head, batch row, start and end of the sequence, of one program for each sequence and head."""
+def key_ranges(first, length, past, window, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr):
+    """For BM queries from `first` on, the first key and three ends. Keys up to the first end are outside of some queries'
+    window, those up to the second are visible to all queries, and those up to the third come after some queries."""
+    begin = first * 0
+    window_end = first * 0
+    end = tl.minimum(first + BM, length) + past
+    if WINDOW:
+        begin = tl.maximum(first + past - window + 1, 0) // BN * BN
+        window_end = tl.minimum(tl.cdiv(tl.maximum(first + BM + past - window, 0), BN) * BN, end)
+    diagonal = tl.maximum((first + past + 1) // BN * BN, window_end)
+    return begin, window_end, diagonal, end
+
+
+@triton.jit
+def locate_sequence(cu_seqlens, T, HQ: tl.constexpr, PACKED: tl.constexpr):
+    """Head, batch row, start and end of the sequence; the grid has a program for each sequence and head."""
     n = (tl.program_id(0) // HQ).to(tl.int64)
     if PACKED:
         start, end = sequence_span(cu_seqlens, n, T)
@@ -81,10 +95,10 @@ def sequence_of_program(cu_seqlens, T, HQ: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=['T', 'plane'])
 def decay_sums(g, sums, cu_seqlens, T, plane, g_b, g_t, g_h, HQ: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Running sums of g along the time of each sequence, in base 2, `[2, B, HQ, T]`: what float32 holds of the float64
-    number, and the rest. Differences of the parts of two steps that are near each other are exact, however large the sums.
+    """Running sums of g along each sequence, in base 2, `[2, B, HQ, T]`: the float64 sum rounded to float32, and the rest.
+    For two close steps the differences of both parts are exact, however large the sums.
     """
-    head, batch, start, end = sequence_of_program(cu_seqlens, T, HQ, PACKED)
+    head, batch, start, end = locate_sequence(cu_seqlens, T, HQ, PACKED)
     g += batch * g_b + head * g_h
     sums += (batch * HQ + head) * T
     total = tl.zeros([], tl.float64)
@@ -102,8 +116,8 @@ def decay_sums(g, sums, cu_seqlens, T, plane, g_b, g_t, g_h, HQ: tl.constexpr, B
 @triton.jit(do_not_specialize=['T'])
 def decay_gradient(
     g,
-    of_rows,
-    of_columns,
+    row_sums,
+    column_sums,
     dg,
     cu_seqlens,
     T,
@@ -114,21 +128,21 @@ def decay_gradient(
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """dg `[B, T, HQ]`: sums from a step to the end of its sequence of what its rows `[B, HQ, T]` add and columns take; 0 for
-    a g below the strongest decay."""
-    head, batch, start, end = sequence_of_program(cu_seqlens, T, HQ, PACKED)
+    """dg `[B, T, HQ]`: sums of `row_sums - column_sums` `[B, HQ, T]` from a step to the end of its sequence; 0 where g is
+    below STRONGEST."""
+    head, batch, start, end = locate_sequence(cu_seqlens, T, HQ, PACKED)
     line = (batch * HQ + head) * T
     g += batch * g_b + head * g_h
     dg += batch * T * HQ + head
     total = tl.zeros([], tl.float64)
     for done in range(0, end - start, BLOCK):
-        # from the end on
+        # backwards from the last step
         t = end - 1 - done - tl.arange(0, BLOCK)
         inside = t >= start
-        row = tl.load(of_rows + line + t, mask=inside, other=0.0).to(tl.float64)
-        both = row - tl.load(of_columns + line + t, mask=inside, other=0.0).to(tl.float64)
-        running = total + tl.cumsum(both, 0)
-        total += tl.sum(both, 0)
+        row = tl.load(row_sums + line + t, mask=inside, other=0.0).to(tl.float64)
+        difference = row - tl.load(column_sums + line + t, mask=inside, other=0.0).to(tl.float64)
+        running = total + tl.cumsum(difference, 0)
+        total += tl.sum(difference, 0)
         own = tl.load(g + t.to(tl.int64) * g_t, mask=inside, other=0.0).to(tl.float32)
         running = tl.where(own < STRONGEST, 0.0, running)
         tl.store(dg + t.to(tl.int64) * HQ, running.to(dg.dtype.element_ty), mask=inside)

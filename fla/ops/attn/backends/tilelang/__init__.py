@@ -14,20 +14,19 @@ DIMS = (64, 128)
 
 
 class AttentionTileLang(BaseBackend):
-    """`parallel_attn` on Hopper: the forward in TileLang, with the Triton backward, which starts from the same o and
-    normaliser. bfloat16 or float16, K = V of 64 or 128, packed sequences, a window, more keys than queries; no decays, no
-    sinks. q, k and v are copied where they are not contiguous.
+    """`parallel_attn` on Hopper: the forward in TileLang, the backward in Triton. bfloat16 or float16, K = V of 64 or 128,
+    packed sequences, a window, more keys than queries; no decays and no sinks. q, k and v are copied unless contiguous.
 
-    On an H200 its results are as right as the default's. Its forward took 5 to 15 % longer there than the default's (a
-    single step 49 and 60 %), but for a window of 512, where it took 6 % less; with the backward up to 2 % longer (a step 9
-    and 14 %), and for the window 1 % less. So it is off unless asked for.
+    On an H200 its results are as accurate as the default's. Its forward took 5 to 15 % longer there than the default's (a
+    single step 49 and 60 %), except with a window of 512, where it took 6 % less. With the backward it took up to 2 % longer
+    (a step 9 and 14 %), and 1 % less with the window. So it is disabled by default.
     """
 
     backend_type = 'tilelang'
     kind = 'native'
     package_name = 'tilelang'
     package_version = '>=0.1.15,<0.2'
-    env_var = 'FLA_TILELANG_ATTN'  # its own, so that what asks for the delta rules' kernels does not get this one
+    env_var = 'FLA_TILELANG_ATTN'  # apart from the delta rules' kernels
     default_enable = False
     verified = True
     priority = 8
@@ -42,7 +41,7 @@ class AttentionTileLang(BaseBackend):
 
     def probe(self, device: Device) -> Verdict:
         fits = on_hopper(device)
-        # TileLang imports, and fails when it compiles: without nvcc, or beside a newer apache-tvm-ffi
+        # without nvcc, or with a newer apache-tvm-ffi, TileLang imports but fails to compile
         return smallest_call(device, _one_step, 1.0) if fits[0] else fits
 
     def parallel_attn_verifier(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Verdict:
@@ -51,9 +50,9 @@ class AttentionTileLang(BaseBackend):
         if q.numel() == 0:
             return False, 'there are no steps, and the kernel cannot be launched on nothing'
         if q.numel() >= 2**31:
-            return False, ('the kernel was not tried on so many: q must have fewer than 2^31 elements, got %s', q.numel())
+            return False, ('not tested with so many elements: q must have fewer than 2^31, got %s', q.numel())
         if k.numel() >= 2**31:
-            return False, ('the kernel was not tried on so many: k must have fewer than 2^31 elements, got %s', k.numel())
+            return False, ('not tested with so many elements: k must have fewer than 2^31, got %s', k.numel())
         return True, None
 
     def parallel_attn(
@@ -64,7 +63,7 @@ class AttentionTileLang(BaseBackend):
         scale: float | None = None,
         window_size: int | None = None,
         cu_seqlens: torch.Tensor | None = None,
-        # lint: allow ignored-argument because chunk_indices says nothing that cu_seqlens does not
+        # lint: allow ignored-argument because chunk_indices follows from cu_seqlens
         chunk_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from fla.ops.attn.autograd import attention
@@ -74,7 +73,7 @@ class AttentionTileLang(BaseBackend):
 
 
 def _one_step(device: torch.device) -> torch.Tensor:
-    """A step sees itself alone: o = v, here of ones."""
+    """o of a single step. It sees only itself, so o = v, which is ones."""
     from fla.ops.attn.backends.tilelang.launch import attention_forward
 
     ones = torch.ones(1, 1, 1, 128, dtype=torch.bfloat16, device=device)

@@ -1,12 +1,12 @@
 """The forward of attention in TileLang, for Hopper.
 
-FlashAttention-2 (Dao 2023, arXiv 2307.08691), as in `fla.ops.attn.kernels.forward`: one program for a block of queries of a
-head, which goes over the keys that they see with an online softmax. Exponents are in base 2 and at most 0.
+FlashAttention-2 (Dao 2023, arXiv 2307.08691), as in `fla.ops.attn.kernels.forward`: a program takes a block of queries of
+one head, and loops over their visible keys with an online softmax. Exponents are in base 2 and at most 0.
 
-Only the head dim is compiled in; numbers of steps, heads and sequences, the window and the scale are arguments.
+Only the head dim is a constant; numbers of steps, heads and sequences, the window and the scale are arguments.
 """
 
-# What stands as a type is a call in TileLang: a shape and a dtype.
+# Annotations are calls in TileLang: a shape and a dtype.
 # mypy: disable-error-code="valid-type"
 
 from typing import Any
@@ -15,16 +15,16 @@ import tilelang.language as T
 
 from fla.ops.launch.tilelang_language import span
 
-# queries of a program, 64 for each of two warp groups, and keys of a turn
+# queries of a program, 64 for each of two warp groups, and keys of an iteration
 QUERIES = 128
 KEYS = 128
 
 
 def forward(D: int, dtype: str, index_dtype: str, packed: bool, windowed: bool) -> Any:
-    """One program for each row of the chunk table, or block of a batch row, and each query head.
+    """The kernel, with a program for each query head and each row of the chunk table or block of a batch row.
 
-    Of a sequence's last block of keys also what stands behind it is read: its scores are selected away, and its values, be
-    they numbers or not, overwritten with zeros.
+    The last block of keys of a sequence may also read memory past its end. Those scores are masked, and those values, which
+    may be NaN, are replaced by zeros.
     """
     tokens, steps, HQ, H, ends, entries, places = (
         T.dynamic(n) for n in ('tokens', 'steps', 'HQ', 'H', 'ends', 'entries', 'places')
@@ -46,7 +46,7 @@ def forward(D: int, dtype: str, index_dtype: str, packed: bool, windowed: bool) 
         group: T.int32,
         scale: T.float32,
     ):
-        # blocks of one head are neighbours: they read the same keys
+        # blocks of one head are adjacent: they read the same keys
         with T.Kernel(rows, HQ, threads=256) as (row, hq):
             Q_s = T.alloc_shared((QUERIES, D), dtype)
             K_s = T.alloc_shared((KEYS, D), dtype)
@@ -59,12 +59,12 @@ def forward(D: int, dtype: str, index_dtype: str, packed: bool, windowed: bool) 
             shrink = T.alloc_fragment((QUERIES,), 'float32')
             total = T.alloc_fragment((QUERIES,), 'float32')
             added = T.alloc_fragment((QUERIES,), 'float32')
-            # rows of q and k where the sequence starts, its first query here, queries from there on; keys of the sequence
+            # start of the sequence in q and in k, the program's first query, queries from there on, keys of the sequence
             at_q = T.alloc_var('int32')
             at_k = T.alloc_var('int32')
             first = T.alloc_var('int32')
             count = T.alloc_var('int32')
-            kept = T.alloc_var('int32')
+            keys = T.alloc_var('int32')
             head = T.alloc_var('int32')
             head = T.truncdiv(hq, group)
             if packed:
@@ -74,7 +74,7 @@ def forward(D: int, dtype: str, index_dtype: str, packed: bool, windowed: bool) 
                 at_k = start
                 first = T.if_then_else(n < 0, 0, table[row, 1] * QUERIES)
                 count = T.if_then_else(n < 0, 0, end - start - first)
-                kept = end - start
+                keys = end - start
             else:
                 blocks = T.truncdiv(length + QUERIES - 1, QUERIES)
                 batch = T.truncdiv(row, blocks)
@@ -83,19 +83,19 @@ def forward(D: int, dtype: str, index_dtype: str, packed: bool, windowed: bool) 
                 # later blocks see more keys, and come first
                 first = (blocks - 1 - T.truncmod(row, blocks)) * QUERIES
                 count = length - first
-                kept = length + past
-            # the key of the first query, the first key of the first block that it sees, and blocks from there on
+                keys = length + past
+            # position of the first query among the keys, start of the first block of keys that it sees, blocks from there on
             own = first + past
             begin = T.truncdiv(T.max(own - window + 1, 0), KEYS) * KEYS if windowed else 0
-            # a row without a chunk takes a turn, too: no program may end before its queries have arrived
-            turns = T.max(T.truncdiv(T.min(own + QUERIES, kept) - begin + KEYS - 1, KEYS), 1)
+            # an unused row of the table takes one iteration too: no program may end before its copy of queries has
+            iterations = T.max(T.truncdiv(T.min(own + QUERIES, keys) - begin + KEYS - 1, KEYS), 1)
             T.copy(q[at_q + first : at_q + first + QUERIES, hq, 0:D], Q_s)
             T.clear(acc)
             T.clear(total)
-            # finite, so that a query that has not met a key yet has no difference of infinities
+            # finite, which avoids -inf - -inf before a query has seen a key
             T.fill(top, T.min_value('float32'))
-            for turn in T.Pipelined(turns, num_stages=2):
-                key = begin + turn * KEYS
+            for iteration in T.Pipelined(iterations, num_stages=2):
+                key = begin + iteration * KEYS
                 T.copy(k[at_k + key : at_k + key + KEYS, head, 0:D], K_s)
                 T.copy(v[at_k + key : at_k + key + KEYS, head, 0:D], V_s)
                 T.gemm(Q_s, K_s, scores, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
@@ -119,9 +119,9 @@ def forward(D: int, dtype: str, index_dtype: str, packed: bool, windowed: bool) 
                 for i, j in T.Parallel(QUERIES, D):
                     acc[i, j] *= shrink[i]
                 T.copy(scores, weights)
-                if key + KEYS > kept:
+                if key + KEYS > keys:
                     for i, j in T.Parallel(KEYS, D):
-                        V_s[i, j] = T.if_then_else(key + i < kept, V_s[i, j], T.cast(0, dtype))
+                        V_s[i, j] = T.if_then_else(key + i < keys, V_s[i, j], T.cast(0, dtype))
                 T.gemm(weights, V_s, acc, policy=T.GemmWarpPolicy.FullRow)
             for i, j in T.Parallel(QUERIES, D):
                 if i < count:

@@ -1,4 +1,4 @@
-"""The TileLang forward of attention with the Triton backward, which starts from the same o and normaliser."""
+"""The TileLang forward of attention with the Triton backward, which needs only o and lse of the forward."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from fla.ops.launch.vendor import for_tma
 
 
 def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, scale: float, window: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, scale: float, window_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the function of that name in `fla.ops.attn.kernels.launch`; without decays and sinks, and of some steps."""
+    """Like `fla.ops.attn.kernels.launch.attention_forward`, without decays and sinks, for at least one step."""
     batch, length, heads, dim = q.shape
-    kept, groups = k.shape[1:3]
+    keys, groups = k.shape[1:3]
     cu_seqlens = flat(cu_seqlens)
     layout = layout_of(batch, length, kernels.QUERIES, cu_seqlens)
     o = v.new_empty((batch, length, heads, dim))
     lse = q.new_empty((batch, heads, length), dtype=torch.float32)
-    # stands for tensors that the compiled code does not read
+    # takes the place of tensors that the compiled code does not read
     unread = q.new_empty((2,), dtype=torch.int32)
     indices = unread if cu_seqlens is None else cu_seqlens
-    (forward,) = kernels_of((kernels.forward, (dim, name_of(q.dtype), name_of(indices.dtype), layout.packed, window > 0)))
+    options = (dim, name_of(q.dtype), name_of(indices.dtype), layout.packed, window_size > 0)
+    (forward,) = kernels_of((kernels.forward, options))
     forward(
         for_tma(q).view(batch * length, heads, dim),
-        *(for_tma(x).view(batch * kept, groups, dim) for x in (k, v)),
+        *(for_tma(x).view(batch * keys, groups, dim) for x in (k, v)),
         *(indices, unread.view(1, 2) if layout.table is None else layout.table),
         *(o.view(batch * length, heads, dim), lse.view(-1)),
-        *(layout.rows, length, kept - length, min(window, kept), heads // groups, scale * math.log2(math.e)),
+        *(layout.rows, length, keys - length, min(window_size, keys), heads // groups, scale * math.log2(math.e)),
     )
     return o, lse
 
@@ -48,10 +49,10 @@ def _forward(
     sink_bias: None,
     cu_seqlens: torch.Tensor | None,
     scale: float,
-    window: int,
+    window_size: int,
 ) -> Any:
     with on_device_of(q):
-        return attention_forward(q, k, v, cu_seqlens, scale, window)
+        return attention_forward(q, k, v, cu_seqlens, scale, window_size)
 
 
 kernel = opaque(

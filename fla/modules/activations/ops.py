@@ -8,24 +8,24 @@ from fla.backends import dispatch
 from fla.modules.checks import (
     check_dims,
     check_floating,
+    check_launchable,
     check_same,
     check_shape,
     check_weights,
-    fits,
-    is_plain,
-    require,
+    is_dense_float,
+    matches,
     under_autocast,
 )
 from fla.modules.on_triton import on_triton
 from fla.ops.checks import check_given
 
 
-def _are_usual(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return is_plain(x) and x.dim() > 0 and fits(y, x.shape, x.device) and y.dtype == x.dtype
+def _is_common_case(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return is_dense_float(x) and x.dim() > 0 and matches(y, x.shape, x.device) and y.dtype == x.dtype
 
 
 def _check_swiglu(x: torch.Tensor, y: torch.Tensor) -> None:
-    if _are_usual(x, y):
+    if _is_common_case(x, y):
         return
     check_given(x=x, y=y)
     check_floating(x=x, y=y)
@@ -35,7 +35,7 @@ def _check_swiglu(x: torch.Tensor, y: torch.Tensor) -> None:
 
 @dispatch('modules', check=_check_swiglu, default_verifier=on_triton('x'))
 def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """`silu(x) y`, in at least float32 and rounded once.
+    """`silu(x) y`, computed in at least float32 and rounded once.
 
     Args:
         x, y: `[..., D]`, tensors of one shape and dtype: float16, bfloat16, float32 or float64.
@@ -44,11 +44,11 @@ def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         A tensor like x.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+        TypeError, ValueError: for invalid arguments, before any backend is tried.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
-    require('swiglu', x=x, y=y)
+    check_launchable('swiglu', x=x, y=y)
     from fla.modules.kernels import activations
 
     out: torch.Tensor = activations.swiglu(x, y)
@@ -56,7 +56,7 @@ def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _check_silu_and_mul(x: torch.Tensor) -> None:
-    if is_plain(x) and x.dim() and x.shape[-1] % 2 == 0:
+    if is_dense_float(x) and x.dim() and x.shape[-1] % 2 == 0:
         return
     check_given(x=x)
     check_floating(x=x)
@@ -67,7 +67,7 @@ def _check_silu_and_mul(x: torch.Tensor) -> None:
 
 @dispatch('modules', check=_check_silu_and_mul, default_verifier=on_triton('x'))
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`silu(first half) second half` of the last dimension, in at least float32 and rounded once.
+    """`silu(first half) second half` of the last dimension, computed in at least float32 and rounded once.
 
     Args:
         x: `[..., 2D]`, float16, bfloat16, float32 or float64.
@@ -76,19 +76,19 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         `[..., D]` in x's dtype.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+        TypeError, ValueError: for invalid arguments, before any backend is tried.
 
     Source: as for `swiglu`.
     """
-    require('silu_and_mul', x=x)
+    check_launchable('silu_and_mul', x=x)
     from fla.modules.kernels import activations
 
     out: torch.Tensor = activations.silu_and_mul(x)
     return out
 
 
-def _are_usual_of_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    if not (_are_usual(x, y) and is_plain(weight)):
+def _is_common_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    if not (_is_common_case(x, y) and is_dense_float(weight)):
         return False
     shape, dtype, device = weight.shape, x.dtype, x.device
     return (
@@ -96,12 +96,12 @@ def _are_usual_of_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor,
         and shape[1] == x.shape[-1]
         and weight.dtype == dtype
         and weight.device == device
-        and (bias is None or (fits(bias, shape[:1], device) and bias.dtype == dtype))
+        and (bias is None or (matches(bias, shape[:1], device) and bias.dtype == dtype))
     )
 
 
 def _check_swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if _are_usual_of_linear(x, y, weight, bias):
+    if _is_common_linear(x, y, weight, bias):
         return
     check_given(x=x, y=y, weight=weight)
     check_floating(x=x, y=y, weight=weight, bias=bias)
@@ -118,21 +118,22 @@ def _check_swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor,
 def swiglu_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear(swiglu(x, y), weight, bias)`: the second half of a SwiGLU feed-forward layer.
 
-    For the backward x, y and the weight are kept, not `swiglu(x, y)`, which is computed again.
+    The backward saves x, y and the weight, and computes `swiglu(x, y)` again.
 
     Args:
         x, y: `[..., D]`, tensors of one shape and dtype: float16, bfloat16, float32 or float64.
-        weight: `[out, D]`; bias: `[out]` or None; the dtype of x, under autocast any but float64, unless all are.
+        weight: `[out, D]`; bias: `[out]` or None. Both have the dtype of x. Under autocast they may differ, unless one of
+            the dtypes is float64.
 
     Returns:
-        `[..., out]` in x's dtype, under autocast in autocast's, which leaves float64 as it is.
+        `[..., out]` in x's dtype. Under autocast in autocast's dtype, except that float64 stays float64.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+        TypeError, ValueError: for invalid arguments, before any backend is tried.
 
     Source: as for `swiglu`.
     """
-    require('swiglu_linear', x=x, y=y, weight=weight)
+    check_launchable('swiglu_linear', x=x, y=y, weight=weight)
     from fla.modules.kernels import activations
 
     if under_autocast(x):

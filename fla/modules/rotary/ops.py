@@ -11,27 +11,28 @@ from fla.modules.checks import (
     check_finite,
     check_floating,
     check_int,
+    check_launchable,
     check_shape,
     check_written,
-    fits,
-    is_plain,
-    require,
+    is_dense_float,
+    matches,
 )
 from fla.modules.on_triton import on_triton
+from fla.modules.rotary.positions import positions
 from fla.ops.checks import check_64_bits, check_cu_seqlens, check_given, readable
 from fla.ops.recurrence.gates import wide
 
 
 def rotary_embedding_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """Rotate the first R of D channels, pair by pair: `(a, b) -> (a cos - b sin, a sin + b cos)`.
+    """Rotates the first R of D channels, pair by pair: `(a, b) -> (a cos - b sin, a sin + b cos)`.
 
     Args:
         x: `[B, T, H, D]`.
         cos, sin: `[T, R / 2]` or `[B, T, R / 2]`.
-        interleaved: pairs are neighbours; otherwise channel i is paired with i + R / 2.
+        interleaved: pair adjacent channels; otherwise channel i is paired with i + R / 2.
 
     Returns:
-        A tensor like x; in between at least float32.
+        A tensor like x, computed in at least float32.
     """
     cos, sin = (wide(table).unsqueeze(-2) for table in (cos, sin))
     rotated = 2 * cos.shape[-1]
@@ -45,7 +46,7 @@ def rotary_embedding_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, 
     return torch.cat([turned.to(x.dtype), rest], -1)
 
 
-def _is_usual(
+def _is_common_case(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -53,8 +54,8 @@ def _is_usual(
     seqlen_offsets: int | torch.Tensor,
     cu_seqlens: torch.Tensor | None,
 ) -> bool:
-    """Sequences of one length from one position on."""
-    if cu_seqlens is not None or type(seqlen_offsets) is not int or not (is_plain(x) and is_plain(cos)):
+    """Whether this is a valid call for sequences of one length that all start at one position."""
+    if cu_seqlens is not None or type(seqlen_offsets) is not int or not (is_dense_float(x) and is_dense_float(cos)):
         return False
     shape, table = x.shape, cos.shape
     return (
@@ -62,7 +63,7 @@ def _is_usual(
         and len(table) == 2
         and 2 * table[1] <= shape[3]
         and cos.device == x.device
-        and fits(sin, table, x.device)
+        and matches(sin, table, x.device)
         and 0 <= seqlen_offsets <= table[0] - shape[1]
         and (not inplace or x.is_contiguous())
     )
@@ -77,7 +78,7 @@ def _check(
     cu_seqlens: torch.Tensor | None,
     check_values: bool,
 ) -> None:
-    if _is_usual(x, cos, sin, inplace, seqlen_offsets, cu_seqlens):
+    if _is_common_case(x, cos, sin, inplace, seqlen_offsets, cu_seqlens):
         return
     check_given(x=x, cos=cos, sin=sin)
     check_floating(x=x, cos=cos, sin=sin)
@@ -93,7 +94,7 @@ def _check(
     check_offsets('seqlen_offsets', x, seqlen_offsets, cu_seqlens, check_values)
     steps, rows = x.shape[1], cos.shape[0]
     if not isinstance(seqlen_offsets, torch.Tensor):
-        # how long the longest of packed sequences is may stand on the device
+        # the length of the longest packed sequence may be known to the device only
         least = steps if cu_seqlens is None else int(steps > 0)
         if not 0 <= seqlen_offsets <= rows - least:
             raise ValueError(
@@ -114,7 +115,7 @@ def _check(
 def check_offsets(
     name: str, x: torch.Tensor, offsets: int | torch.Tensor, cu_seqlens: torch.Tensor | None, check_values: bool = False
 ) -> None:
-    """Where the sequences of x `[B, T, …]` are packed, and the position of each one's first step: an int or `[N]`."""
+    """Checks `cu_seqlens` of x `[B, T, …]`, and the position of each sequence's first step: an int or a tensor `[N]`."""
     check_tensors(x=x, cu_seqlens=cu_seqlens)
     count = check_cu_seqlens(x, cu_seqlens, None, check_values)
     if not isinstance(offsets, torch.Tensor):
@@ -126,13 +127,13 @@ def check_offsets(
         raise TypeError(f'{name} must be int32 or int64, got {offsets.dtype}')
 
 
-def _fixed_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[bool, str | None]:
+def _constant_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[bool, str | None]:
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return False, 'the Triton kernel has no gradient of cos and sin'
     return True, None
 
 
-@dispatch('modules', check=_check, default_verifier=(on_triton('x'), _fixed_tables), mutates=('x',))
+@dispatch('modules', check=_check, default_verifier=(on_triton('x'), _constant_tables), mutates=('x',))
 def rotary_embedding(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -142,63 +143,48 @@ def rotary_embedding(
     seqlen_offsets: int | torch.Tensor = 0,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotate the first R of D channels by the angles of each step's position, in at least float32 and rounded once.
+    """Rotates the first R of D channels by the angles of each step's position, in at least float32 and rounded once.
 
     Args:
         x: `[B, T, H, D]`, float16, bfloat16, float32 or float64.
-        cos, sin: `[S, R / 2]`, R at most D: a row for each position, any floating dtype. Nothing reads past them: on a GPU,
-            where reading positions would wait, one beyond gets the nearest row.
-        interleaved: pairs are neighbours; otherwise channel i is paired with i + R / 2.
-        inplace: write into x and return it. Where x needs a gradient, that takes a copy.
-        seqlen_offsets: position of each sequence's first step: one for all, or a tensor `[N]`, int32 or int64.
+        cos, sin: `[S, R / 2]`, R at most D: one row per position, any floating dtype. On a GPU a position outside the
+            tables is not an error, as reading it would synchronise; it uses the first or last row.
+        interleaved: pair adjacent channels; otherwise channel i is paired with i + R / 2.
+        inplace: write into x and return it. If x needs a gradient, this makes a copy.
+        seqlen_offsets: position of each sequence's first step: an int for all, or a tensor `[N]`, int32 or int64.
         cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1.
 
     Returns:
         A tensor like x, or x.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+        TypeError, ValueError: for invalid arguments, before any backend is tried.
 
     Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
     """
-    require('rotary_embedding', x=x, cos=cos, sin=sin)
+    check_launchable('rotary_embedding', x=x, cos=cos, sin=sin)
     from fla.modules.kernels import rotary
 
     return rotary.rotary_embedding(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens)
 
 
-def positions(x: torch.Tensor, offsets: int | torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """The position of each step of x `[B, T, ...]` in its sequence: `[T]`, or `[B, T]` with a tensor of offsets."""
-    if cu_seqlens is None and not isinstance(offsets, torch.Tensor):
-        return torch.arange(offsets, offsets + x.shape[1], device=x.device)
-    time = torch.arange(x.shape[1], device=x.device)
-    if cu_seqlens is None:
-        assert isinstance(offsets, torch.Tensor)
-        return time + offsets[:, None]
-    count = cu_seqlens.shape[0] - 1
-    if count == 0:
-        return time
-    # clamped for the sake of bad values alone
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), time.to(cu_seqlens.dtype), right=True).clamp(max=count - 1)
-    return time - cu_seqlens[sequence] + (offsets[sequence] if isinstance(offsets, torch.Tensor) else offsets)
-
-
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding of queries and keys.
 
-    The angle of channel pair i at position p is `p base^(-2i / dim)`, in float32. Angles are computed at each call, for the
-    positions at hand alone: there is no table to grow, to cast with the model or to copy between devices.
+    The angle of channel pair i at position p is `p base^(-2i / dim)`, in float32. Each call computes the angles of its own
+    positions, so no table has to grow, be cast with the model or be copied between devices.
 
     Args:
-        dim: R, how many channels are rotated; even.
-        base: of the frequencies, above 0.
-        scale_base: must be None: there are no scaled (xPos) rotations.
-        interleaved: pairs are neighbours; otherwise channel i is paired with i + R / 2.
-        pos_idx_in_fp32, device: for callers of flash-linear-attention's class; without effect, as positions are always in
-            float32, and nothing is kept on a device.
+        dim: R, the number of rotated channels; even.
+        base: base of the frequencies, above 0.
+        scale_base: must be None; scaled (xPos) rotations are not implemented.
+        interleaved: pair adjacent channels; otherwise channel i is paired with i + R / 2.
+        pos_idx_in_fp32, device: accepted for compatibility with flash-linear-attention, without effect: positions are
+            always float32, and the module has no buffers.
 
     Raises:
-        TypeError, ValueError: for a dim that is odd, negative or no int, a base that is no number above 0, or a scale_base.
+        TypeError, ValueError: for a dim that is odd, negative or not an int, a base that is not a number above 0, or a
+            scale_base.
     """
 
     def __init__(
@@ -231,35 +217,35 @@ class RotaryEmbedding(nn.Module):
         *,
         position_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate.
+        """Rotates q and k by their positions.
 
         Args:
             q: `[B, T, HQ, D]`; k: `[B, T, H, D]`, D at least `dim`.
-            seqlen_offset: position of each sequence's first step: one for all, or a tensor `[N]`, int32 or int64. It may be
-                negative, as there is no table to end.
+            seqlen_offset: position of each sequence's first step: an int for all, or a tensor `[N]`, int32 or int64. It may
+                be negative.
             cu_seqlens: `[N + 1]`, int32 or int64: packed sequences, with B == 1.
-            max_seqlen: for callers of flash-linear-attention's class; without effect, as there is no table to fill.
-            position_ids: `[B, T]`, instead of seqlen_offset and cu_seqlens. Not whole ones are positions between steps.
+            max_seqlen: accepted for compatibility with flash-linear-attention, without effect: there is no table to fill.
+            position_ids: `[B, T]`, instead of seqlen_offset and cu_seqlens; integers or fractions.
 
         Returns:
             q and k, rotated; new tensors.
 
         Raises:
-            TypeError, ValueError: for arguments that do not fit.
+            TypeError, ValueError: for invalid arguments.
         """
         self._check(q, k, seqlen_offset, cu_seqlens, position_ids)
         place = positions(q, seqlen_offset, cu_seqlens) if position_ids is None else position_ids
         half = self.dim // 2
-        # base^(-2i / dim) in one launch; whole positions are made float32 by the product itself
+        # base^(-2i / dim) in one launch; the product converts integer positions to float32
         powers = torch.logspace(0, -(half - 1) / max(half, 1), half, self.base, dtype=torch.float32, device=q.device)
         angles = (place.float() if place.is_floating_point() else place).reshape(-1, 1) * powers
         cos, sin = angles.cos(), angles.sin()
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
-    def _are_usual(self, q: torch.Tensor, k: torch.Tensor) -> bool:
+    def _is_common_case(self, q: torch.Tensor, k: torch.Tensor) -> bool:
         return (
-            is_plain(q)
-            and is_plain(k)
+            is_dense_float(q)
+            and is_dense_float(k)
             and len(q.shape) == len(k.shape) == 4
             and q.shape[:2] == k.shape[:2]
             and q.shape[3] >= self.dim
@@ -275,7 +261,7 @@ class RotaryEmbedding(nn.Module):
         cu_seqlens: torch.Tensor | None,
         position_ids: torch.Tensor | None,
     ) -> None:
-        if type(seqlen_offset) is int and cu_seqlens is position_ids is None and self._are_usual(q, k):
+        if type(seqlen_offset) is int and cu_seqlens is position_ids is None and self._is_common_case(q, k):
             return check_64_bits('seqlen_offset + T', seqlen_offset + q.shape[1])
         check_given(q=q, k=k)
         check_floating(q=q, k=k)
@@ -291,12 +277,12 @@ class RotaryEmbedding(nn.Module):
         if position_ids is None:
             return
         if cu_seqlens is not None or isinstance(seqlen_offset, torch.Tensor) or seqlen_offset != 0:
-            raise ValueError('position_ids says each position: with it, pass no seqlen_offset and no cu_seqlens')
+            raise ValueError('position_ids gives every position: with it, pass no seqlen_offset and no cu_seqlens')
         if position_ids.dtype == torch.bool or position_ids.is_complex():
             raise TypeError(f'position_ids must be integers or real numbers, got {position_ids.dtype}')
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """With a row for each step of one sequence, or of all sequences."""
+        """Rotates x by tables with one row per step, of one sequence for all batch rows or of each batch row."""
         if cos.shape[0] == x.shape[1]:
             return rotary_embedding(x, cos, sin, self.interleaved)
         packed = rotary_embedding(x.flatten(0, 1)[None], cos, sin, self.interleaved)

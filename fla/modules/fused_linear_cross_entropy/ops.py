@@ -1,4 +1,4 @@
-"""A linear map to a vocabulary and the cross entropy of what comes out, without holding the logits of many rows at once."""
+"""A linear map to a vocabulary and the cross entropy of its logits, computed chunk by chunk to save memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import torch
 from torch import nn
 
 from fla.backends import check_tensors, dispatch
-from fla.modules.checks import check_choice, check_dims, check_floating, check_shape, check_sizes, check_weights, require
-from fla.modules.fused_cross_entropy import REDUCTIONS, check_loss, check_numbers
+from fla.modules.checks import (
+    check_choice,
+    check_dims,
+    check_floating,
+    check_launchable,
+    check_shape,
+    check_sizes,
+    check_weights,
+)
+from fla.modules.fused_cross_entropy.ops import REDUCTIONS, check_loss, check_numbers
 from fla.modules.on_triton import on_triton
 from fla.ops.checks import check_given
 
@@ -54,54 +62,43 @@ def fused_linear_cross_entropy_loss(
     num_chunks: int = 8,
     reduction: str = 'mean',
 ) -> torch.Tensor:
-    """`cross_entropy_loss(linear(x, weight, bias), target)`, reduced. On a GPU the logits of many rows exist for one chunk
-    of rows at a time.
+    """`cross_entropy_loss(linear(x, weight, bias), target)`, reduced. A GPU holds one chunk of the logits at a time.
 
     Args:
         x: `[..., D]`, float16, bfloat16, float32 or float64.
         target: `[...]`, int32 or int64, in `[0, V)`; see `cross_entropy_loss`.
-        weight: `[V, D]`; bias: `[V]`; the dtype of x, under autocast any but float64, unless all are. The logits have that
-            dtype, under autocast autocast's, which leaves float64 as it is.
-        ignore_index, label_smoothing, logit_scale, logit_softcapping: of `cross_entropy_loss`.
-        num_chunks: how many chunks the rows are cut into at most. More take less memory. A GPU cuts rows no finer than into
-            chunks of 1024, or D / 2 where that is more, as products of fewer wait for memory: the logits at hand are those
-            of max(rows / num_chunks, 1024, D / 2) rows, up to whole tiles of 16. Those of no more rows than one such chunk
-            may be kept for the backward, which writes their gradient beside them.
+        weight: `[V, D]`; bias: `[V]`. Both have the dtype of x. Under autocast they may differ, unless one of the dtypes is
+            float64. The logits have that dtype, or autocast's, except that float64 stays float64.
+        ignore_index, label_smoothing, logit_scale, logit_softcapping: as for `cross_entropy_loss`.
+        num_chunks: the rows are cut into at most this many chunks; more chunks take less memory. On a GPU a chunk has at
+            least 1024 rows, or D / 2 if that is more, because smaller products are bound by memory. So the logits of
+            max(rows / num_chunks, 1024, D / 2) rows, rounded up to a multiple of 16, exist at a time. If all rows fit into
+            one such chunk, the backward may save their logits and write the gradient beside them.
         reduction: 'mean' over the targets that are not ignored (NaN if all are), 'sum' or 'none'.
 
     Returns:
-        A number, or `[...]`; float32 (float64 for float64).
+        A scalar, or `[...]` without a reduction; float32 (float64 for float64).
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
+        TypeError, ValueError: for invalid arguments, before any backend is tried.
 
     Source: Hsu et al. 2024, "Liger Kernel", arXiv 2410.10989, where gradients are computed in the forward, chunk by chunk.
     """
-    require('fused_linear_cross_entropy_loss', x=x, target=target, weight=weight)
-    from fla.modules.kernels.losses import linear_cross_entropy
+    check_launchable('fused_linear_cross_entropy_loss', x=x, target=target, weight=weight)
+    from fla.modules.kernels.linear_cross_entropy import linear_cross_entropy
 
-    return linear_cross_entropy(
-        x,
-        target,
-        weight,
-        bias,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        logit_scale=logit_scale,
-        logit_softcapping=logit_softcapping,
-        num_chunks=num_chunks,
-        reduction=reduction,
-    )
+    numbers = (ignore_index, label_smoothing, logit_scale, logit_softcapping)
+    return linear_cross_entropy(x, target, weight, bias, *numbers, num_chunks, reduction)
 
 
 class FusedLinearCrossEntropyLoss(nn.Module):
-    """`fused_linear_cross_entropy_loss`, with its numbers kept. The weight is the caller's: the last layer of a model.
+    """`fused_linear_cross_entropy_loss` with its options. The weight, a model's last layer, is passed to each call.
 
     Args:
         As for the function.
 
     Raises:
-        TypeError, ValueError: for an unknown reduction, or numbers that the function does not take.
+        TypeError, ValueError: for an unknown reduction or invalid numbers.
     """
 
     def __init__(

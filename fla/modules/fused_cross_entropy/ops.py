@@ -1,4 +1,4 @@
-"""Cross entropy of logits, with what large vocabularies are trained with: scale, soft cap, smoothing, z-loss, shards."""
+"""Cross entropy of logits, with the options that large vocabularies need: scale, soft cap, smoothing, z-loss, shards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fla.backends import check_tensors, dispatch
-from fla.modules.checks import check_choice, check_finite, check_floating, check_int, require
+from fla.modules.checks import check_choice, check_finite, check_floating, check_int, check_launchable
 from fla.modules.on_triton import on_triton
 from fla.ops.checks import check_given, readable
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# whole numbers of a dtype are below this, and at least minus this
+# numbers of a dtype are below this, and at least minus this
 _RANGE = {torch.int32: 2**31, torch.int64: 2**63}
 
 
@@ -30,7 +30,7 @@ def check_loss(
     ignore_index: int,
     check_values: bool,
 ) -> None:
-    """What both cross entropies take: `target` `[rows]`, of integers below `classes`, and numbers in their ranges."""
+    """Checks the arguments that both cross entropies take: `target` `[rows]` of classes, and the numbers."""
     if target.dtype not in _RANGE:
         raise TypeError(f'target must be int32 or int64, got {target.dtype}')
     if target.dim() != 1 or target.shape[0] != rows:
@@ -45,7 +45,7 @@ def check_loss(
 
 
 def check_numbers(label_smoothing: float, logit_scale: float, logit_softcapping: float | None, ignore_index: int) -> None:
-    """What is kept in a class, and so is looked at before there is any tensor."""
+    """Checks the numbers, which the loss classes check already when they are made."""
     check_int('ignore_index', ignore_index)
     _check_range(ignore_index, torch.int64)
     check_finite('label_smoothing', label_smoothing)
@@ -59,7 +59,7 @@ def check_numbers(label_smoothing: float, logit_scale: float, logit_softcapping:
 
 
 def _check_range(ignore_index: int, dtype: torch.dtype) -> None:
-    """A comparison with what a dtype does not hold is one with what is left of it in so many bits: another class."""
+    """The target's dtype holds ignore_index: PyTorch would compare with its truncated value, which may be another class."""
     if not -_RANGE[dtype] <= ignore_index < _RANGE[dtype]:
         raise ValueError(f'ignore_index must be a number that targets can be, {dtype}, got {ignore_index}')
 
@@ -87,7 +87,7 @@ def _check(
 
 
 def check_group(process_group: object) -> int:
-    """How many ranks it has."""
+    """The number of ranks of a process group, 1 for None."""
     if process_group is None:
         return 1
     if not torch.distributed.is_available():
@@ -100,7 +100,7 @@ def check_group(process_group: object) -> int:
     return process_group.size()
 
 
-# the backward may write over the logits: nobody may run a call again
+# `mutates`: the backward may overwrite the logits, so a failed call must not be repeated by another backend
 @dispatch('modules', check=_check, default_verifier=on_triton('logits'), mutates=('logits',))
 def cross_entropy_loss(
     logits: torch.Tensor,
@@ -118,52 +118,43 @@ def cross_entropy_loss(
 
     Args:
         logits: `[N, V]`, float16, bfloat16, float32 or float64.
-        target: `[N]`, int32 or int64, in `[0, V)`. Rows whose target is `ignore_index` have loss and gradient 0. On a GPU,
-            where reading it would wait, any other number makes the loss of its row and its gradient NaN.
+        target: `[N]`, int32 or int64, in `[0, V)`. Rows whose target is `ignore_index` have loss and gradient 0. Any other
+            number raises on a CPU. On a GPU, where reading it would synchronise, loss and gradient of its row are NaN.
         label_smoothing: e, the part of the target's weight that is spread over all classes.
-        logit_scale, logit_softcapping: scale first, then the cap, which is positive; None: no cap.
+        logit_scale, logit_softcapping: the scale is applied first, then the positive cap; None: no cap.
         lse_square_scale: weight of the z-loss.
-        inplace_backward: the gradient may be written over the logits, which then must not be read after the backward pass.
-            Saves memory for N V numbers. Done in eager code on a GPU where the logits are contiguous and the whole of their
-            memory, neither a leaf nor a view of one, and no hooks of saved tensors are active: checkpoints, `save_on_cpu`.
-            Where the backward of another function reads the logits, autograd raises an error, unless that function kept them
-            by such hooks, or in other ways that autograd does not see.
-        process_group: its ranks hold V columns each, in the order of the ranks, and the same targets, in `[0, V * ranks)`.
-            Every rank gets the loss of whole rows, and the gradient of its own columns. Differentiable once.
+        inplace_backward: allow the backward to write the gradient over the logits, which saves N V numbers. The logits must
+            not be read afterwards. It is done in eager code on a GPU if the logits are contiguous, fill their storage, are
+            neither a leaf nor a view of one, and no saved-tensor hooks (checkpoints, `save_on_cpu`) are active. If the
+            backward of another function reads the logits, autograd raises, except where that function saved them by such
+            hooks or in another way that autograd cannot see.
+        process_group: its ranks hold V columns each, in rank order, and the same targets, in `[0, V * ranks)`. Every rank
+            gets the loss of whole rows and the gradient of its own columns. Differentiable once.
 
     Returns:
         losses and z_losses, `[N]`, float32 (float64 for float64). The losses include z_losses, which are for logging and
         have no gradient.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, before any backend is asked.
-        RuntimeError: for a process group where there is no torch.distributed.
+        TypeError, ValueError: for invalid arguments, before any backend is tried.
+        RuntimeError: for a process group if PyTorch was built without torch.distributed.
 
     Source: the z-loss of Chowdhery et al. 2022, "PaLM", arXiv 2204.02311; label smoothing of Szegedy et al. 2016,
     "Rethinking the Inception Architecture", arXiv 1512.00567; the soft cap of Gemma Team 2024, "Gemma 2", arXiv 2408.00118.
     """
-    require('cross_entropy_loss', logits=logits, target=target)
-    from fla.modules.kernels.losses import cross_entropy
+    check_launchable('cross_entropy_loss', logits=logits, target=target)
+    from fla.modules.kernels.cross_entropy_autograd import cross_entropy
 
-    return cross_entropy(
-        logits,
-        target,
-        label_smoothing=label_smoothing,
-        logit_scale=logit_scale,
-        lse_square_scale=lse_square_scale,
-        logit_softcapping=logit_softcapping,
-        ignore_index=ignore_index,
-        inplace_backward=inplace_backward,
-        process_group=process_group,
-    )
+    numbers = (label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index)
+    return cross_entropy(logits, target, *numbers, inplace_backward, process_group)
 
 
 REDUCTIONS = ('mean', 'sum', 'none')
 
 
 def reduced(losses: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str) -> torch.Tensor:
-    """Losses `[N]`, which are 0 where the target is ignored: their mean over the others (NaN where there are none), their
-    sum, or themselves."""
+    """Reduces losses `[N]`, which are 0 where the target is ignored: 'mean' over the other targets (NaN if there are none),
+    'sum' or 'none'."""
     if reduction == 'none':
         return losses
     total = losses.sum()
@@ -175,11 +166,11 @@ class FusedCrossEntropyLoss(nn.Module):
 
     Args:
         reduction: 'mean' over the targets that are not ignored, 'sum' or 'none'.
-        return_z_loss: return the pair of the loss and its part from the z-loss, reduced alike and without a gradient.
-        ignore_index and the others: of the function.
+        return_z_loss: return the pair of the loss and the z-loss in it, reduced alike and without a gradient.
+        ignore_index and the others: as for the function.
 
     Raises:
-        TypeError, ValueError: for an unknown reduction, or numbers that the function does not take.
+        TypeError, ValueError: for an unknown reduction or invalid numbers.
     """
 
     def __init__(
@@ -204,7 +195,7 @@ class FusedCrossEntropyLoss(nn.Module):
         self.inplace_backward, self.process_group, self.return_z_loss = inplace_backward, process_group, return_z_loss
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The loss of logits `[N, V]` and target `[N]`: a number, or `[N]`."""
+        """The loss of logits `[N, V]` and target `[N]`: a scalar, or `[N]` without a reduction."""
         losses, z_losses = cross_entropy_loss(
             input,
             target,
