@@ -598,12 +598,12 @@ def test_layers_of_a_model_share_a_cache():
         (
             lambda gdn, attn, x: gdn(x, torch.ones(2, 4).log() - torch.inf),
             ValueError,
-            'got negative numbers: of one that is added',
+            'got negative numbers; if this mask is added',
         ),
         (
             lambda gdn, attn, x: attn(x, -10000 * torch.eye(2, 4).long()),
             ValueError,
-            'got negative numbers: of one that is added',
+            'got negative numbers; if this mask is added',
         ),
         (
             lambda gdn, attn, x: gdn(x, torch.ones(2, 4).cfloat()),

@@ -390,6 +390,13 @@ def test_chunks(count, D, num_chunks):
     assert len(sizes) <= 1 or rows > floor / 2
 
 
+def test_padding_of_logits_is_zero_on_a_cpu():
+    """PyTorch's bfloat16 products on a CPU read a column past an odd V."""
+    buffer = linear._buffer(24, 33, torch.empty(0, dtype=torch.bfloat16))
+    assert buffer.shape == (24, 33)
+    assert not torch.as_strided(buffer, (24, 48), (48, 1)).any()
+
+
 def launched(monkeypatch, call):
     """Records the rows of each product and each launch of a call, and of each buffer for logits."""
     found = []
