@@ -45,10 +45,10 @@ def _backward(*arguments: Any) -> Any:
 
 def _readable(inputs: Inputs) -> Inputs:
     """The inputs as the kernels read them: contiguous rows of q, k and v, flat parameters, a contiguous state."""
-    q, k, v = (contiguous_rows_int32(x, CHUNK) for x in inputs[:3])
-    g, beta, state = (resolve_neg(x) for x in (inputs.g, inputs.beta, inputs.initial_state))
-    state = None if state is None else state.contiguous()
-    return Inputs(q, k, v, g, beta, flat(inputs.A_log), flat(inputs.dt_bias), state, flat(inputs.cu_seqlens))
+    q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens = inputs
+    q, k, v = contiguous_rows_int32(q, CHUNK), contiguous_rows_int32(k, CHUNK), contiguous_rows_int32(v, CHUNK)
+    state = None if state is None else resolve_neg(state).contiguous()
+    return Inputs(q, k, v, resolve_neg(g), resolve_neg(beta), flat(A_log), flat(dt_bias), state, flat(cu_seqlens))
 
 
 def _fake(*arguments: Any) -> Any:

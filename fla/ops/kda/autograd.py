@@ -72,10 +72,10 @@ def _forward(*arguments: Any) -> Any:
 
 def _readable(inputs: Inputs) -> Inputs:
     """The inputs as the kernels read them: contiguous rows, flat parameters, a contiguous state."""
-    q, k, v, g = (in_rows(x) for x in inputs[:4])
-    beta, state = resolve_neg(inputs.beta), resolve_neg(inputs.initial_state)
-    state = None if state is None else state.contiguous()
-    return Inputs(q, k, v, g, beta, flat(inputs.A_log), flat(inputs.dt_bias), state, flat(inputs.cu_seqlens))
+    q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens = inputs
+    q, k, v, g = in_rows(q), in_rows(k), in_rows(v), in_rows(g)
+    state = None if state is None else resolve_neg(state).contiguous()
+    return Inputs(q, k, v, g, resolve_neg(beta), flat(A_log), flat(dt_bias), state, flat(cu_seqlens))
 
 
 def _fake(*arguments: Any) -> Any:

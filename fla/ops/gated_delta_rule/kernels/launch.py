@@ -53,14 +53,14 @@ def chunk_forward(inputs: Inputs, options: Options) -> tuple[torch.Tensor, torch
     tuning, table = call.tuning, call.layout.table
     G = call.empty_per_token(dtype=precisions.of_sums(q.dtype))
     inverse = call.empty_per_token(CHUNK)
+    beta32 = torch.empty_like(G, dtype=torch.float32)
     attend = diag_scores = None
     if tuning.outputs_with_states:
-        attend, diag_scores = call.empty_per_token(CHUNK), call.empty_per_token(dtype=torch.float32)
-    beta32 = call.empty_per_token(dtype=torch.float32)
+        attend, diag_scores = torch.empty_like(inverse), torch.empty_like(beta32)
     rq = rk = G  # not read
     if call.normalise:
-        rk = call.empty_per_token(dtype=torch.float32)
-        rq = rk if attend is None else torch.empty_like(rk)
+        rk = torch.empty_like(beta32)
+        rq = rk if attend is None else torch.empty_like(beta32)
     launch(prepare, (call.chunks,))(
         *(q, k, g, beta, A_log, dt_bias, G, beta32, rq, rk, attend, diag_scores, inverse, cu_seqlens, table),
         *(options.scale, call.T, *call.qk_strides, *g.stride(), *beta.stride()),
@@ -116,11 +116,11 @@ def chunk_backward(
     B, T, H, HV, K, V = call.B, call.T, call.H, call.HV, call.K, call.V
     layout, tuning, scale, qk_strides = call.layout, call.tuning, options.scale, call.qk_strides
     do = do.contiguous()
+    beta32 = torch.empty_like(G, dtype=torch.float32)
+    attend, diag_scores = torch.empty_like(inverse), torch.empty_like(beta32)
     rq, rk = None, G  # not read
     if call.normalise:
-        rq, rk = (call.empty_per_token(dtype=torch.float32) for _ in range(2))
-    attend = torch.empty_like(inverse)
-    diag_scores, beta32 = (call.empty_per_token(dtype=torch.float32) for _ in range(2))
+        rq, rk = torch.empty_like(beta32), torch.empty_like(beta32)
     launch(scores, (call.chunks,))(
         *(q, k, beta, G, beta32, rq, rk, attend, diag_scores, cu_seqlens, layout.table, scale, T),
         *(*qk_strides, *beta.stride()),
@@ -133,7 +133,7 @@ def chunk_backward(
     )
     h, v_new = call.empty(layout.rows, HV, K, V), call.empty_per_token(V)
     _states(call, beta32, inverse, G, rq, rk, None, h=h, v_new=v_new)
-    D, dv, dh = call.empty_per_token(V), call.empty_per_token(V), torch.empty_like(h)
+    D, dv, dh = torch.empty_like(v_new), torch.empty_like(v_new), torch.empty_like(h)
     d_initial = None if state is None else torch.empty_like(state)
     d_final = None if d_final is None else d_final.contiguous()
     blocks, sequences = cdiv(V, tuning.backward_block_v), layout.count * HV
@@ -158,7 +158,8 @@ def chunk_backward(
     # `states_backward` was the last to read the scores
     from_q, from_k = attend, torch.empty_like(inverse)
     shares = 1 + cdiv(K, tuning.block_k)
-    d_G, d_beta = (call.empty(shares, B, T, HV, dtype=torch.float32) for _ in range(2))
+    d_G = call.empty(shares, B, T, HV, dtype=torch.float32)
+    d_beta = torch.empty_like(d_G)
     launch(intra_chunk_bwd, (call.chunks,))(
         *(q, k, v, beta, do, G, rq, rk, v_new, D, dv, from_q, from_k, d_G, d_beta, cu_seqlens, layout.table, scale, T),
         *(*qk_strides, *v.stride()[:3], *beta.stride()),
@@ -169,7 +170,8 @@ def chunk_backward(
         NORMALISE=call.normalise,
         num_warps=tuning.warps,
     )
-    dq_each, dk_each = call.empty_per_token(K), call.empty_per_token(K)
+    dq_each = call.empty_per_token(K)
+    dk_each = torch.empty_like(dq_each)
     launch(inter_chunk_bwd, ((shares - 1) * call.chunks,))(
         *(q, k, beta, do, G, rq, rk, v_new, D, h, dh, from_q, from_k, dq_each, dk_each, d_G, d_beta),
         *(cu_seqlens, layout.table, scale, T, B * T, *qk_strides, *beta.stride()),

@@ -331,7 +331,8 @@ def _prepare(call: KDACall, full: bool) -> _Prepared:
         MOST=most,
         num_warps=1,
     )
-    attend, w, u, kg, qg = (call.empty_per_token(width) for width in (SIZE, K, V, K, K))
+    attend, w, u = call.empty_per_token(SIZE), call.empty_per_token(K), call.empty_per_token(V)
+    kg, qg = torch.empty_like(w), torch.empty_like(w)
     diag_scores = call.empty_per_token(dtype=torch.float32)
     lower = inverse = None
     if full:
