@@ -1,1 +1,1 @@
-"""What a backend is: `BaseBackend`, its declared facts, and whether it is available."""
+"""What a backend is: its base class, its declared facts, and whether it is available."""

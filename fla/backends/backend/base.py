@@ -1,8 +1,8 @@
-"""What a backend is.
+"""The base class of backends.
 
-A backend is a class that says what it is (attributes), when it can run (`is_available`, `is_enabled`, `<fn>_verifier`,
-`<fn>_prefers`) and how (`<fn>`). It implements only the functions it has. Every fact declared here is enforced by the
-framework: `fla.backends.plan.plan` turns it into a test with a reason, and `explain` shows the same test.
+A backend declares its facts (attributes), when it can run (`is_available`, `is_enabled`, `<fn>_verifier`, `<fn>_prefers`)
+and its implementations (`<fn>`) of some of an operation's functions. The framework enforces every declared fact:
+`fla.backends.plan.plan` turns it into a test with a reason, and `explain` shows the same test.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from fla.utils.devices import Device
 from fla.utils.env import parse_boolean
 
-# A reason is constant text, or a template with the values it needs, formatted only when somebody reads it: formatting a
-# symbolic size inside a compiled verifier would specialise that size.
+# A reason is constant text, or a template and its values, formatted only when read: formatting a symbolic size inside a
+# compiled verifier would specialise that size.
 Reason = str | tuple[Any, ...] | None
 Verdict = tuple[bool, Reason]
 
@@ -36,24 +36,22 @@ REFERENCE_PRIORITY = 1000
 
 
 def format_reason(reason: Reason) -> str:
-    """A verifier's reason as text."""
-    if reason is None:
+    """Returns a verifier's reason as text."""
+    if reason is None or (isinstance(reason, tuple) and not reason):
         return 'no reason given'
-    if isinstance(reason, tuple):
-        if not reason:
-            return 'no reason given'
-        template, *values = reason
-        try:
-            return str(template) % tuple(values)
-        except Exception:  # a backend's own text must not be what a user's call dies of
-            return ' '.join([str(template), *map(_shown, values)])
-    return str(reason)
+    if not isinstance(reason, tuple):
+        return str(reason)
+    template, *values = reason
+    try:
+        return str(template) % tuple(values)
+    except Exception:  # a wrong template must not end the user's call
+        return ' '.join([str(template), *map(_value_text, values)])
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     try:
         return str(value)
-    except Exception:  # a value that cannot say what it is must not end the call either
+    except Exception:  # its __str__ raises
         return f'<{type(value).__name__}>'
 
 
@@ -61,67 +59,65 @@ _MISSING = object()
 
 ChangeListener = Callable[[Any, str], None]
 
-# Told of every attribute that changes on a backend class or instance, before (when it may raise) and after.
-_before_change: list[ChangeListener] = []
-_after_change: list[ChangeListener] = []
+# (called before, called after) a change
+_listeners: list[tuple[ChangeListener, ChangeListener]] = []
 
 
 def on_change(before: ChangeListener, after: ChangeListener) -> None:
-    """Call `before(owner, name)` and `after(owner, name)` around every setting and deleting of an attribute of a backend
-    class or instance; an exception in `before` prevents it."""
-    _before_change.append(before)
-    _after_change.append(after)
+    """Calls `before(owner, name)` and `after(owner, name)` around each change of an attribute of a backend or its class.
+
+    An exception in `before` prevents the change.
+    """
+    _listeners.append((before, after))
 
 
-def _tell(listeners: list[ChangeListener], owner: Any, name: str) -> None:
+def _notify(when: int, owner: Any, name: str) -> None:
     if not name.startswith(('_abc_', '__')):
-        for listener in listeners:
-            listener(owner, name)
+        for listeners in _listeners:
+            listeners[when](owner, name)
 
 
-# Threads that are between a change and what hears of it. A fork leaves the child with the change and without the hearing.
-_under_way: dict[int, Any] = {}
+# Threads between a change and the call of the listeners. A forked child may have the change without the call.
+_changing_threads: set[int] = set()
 
 
 @contextlib.contextmanager
 def _changing(owner: Any, name: str) -> Iterator[None]:
-    _tell(_before_change, owner, name)
-    if torch.compiler.is_dynamo_compiling():  # a backend that notes something for itself; no thread can be asked for here
+    _notify(0, owner, name)
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace a question about threads
         yield
-        _tell(_after_change, owner, name)
+        _notify(1, owner, name)
         return
     me = threading.get_ident()
-    outer = _under_way.get(me)
-    _under_way[me] = owner
+    is_outermost = me not in _changing_threads
+    _changing_threads.add(me)
     try:
         yield
-        _tell(_after_change, owner, name)
+        _notify(1, owner, name)
     finally:
-        if outer is None:
-            _under_way.pop(me, None)
+        if is_outermost:
+            _changing_threads.discard(me)
 
 
 def changes_of_other_threads() -> bool:
-    """Whether another thread is changing a backend; in a forked child: was, and will never say so."""
-    me = threading.get_ident()
-    return any(thread != me for thread in list(_under_way))
+    """Whether another thread is changing a backend; in a forked child: was changing one at the fork."""
+    return bool(_changing_threads - {threading.get_ident()})
 
 
-def _is_already(attributes: Mapping[str, Any], name: str, value: Any) -> bool:
+def _is_same(attributes: Mapping[str, Any], name: str, value: Any) -> bool:
     """Whether setting an attribute changes nothing."""
-    known = attributes.get(name, _MISSING)
-    return known is value or (type(known) is type(value) and isinstance(value, (bool, int, float, str)) and known == value)
+    old = attributes.get(name, _MISSING)
+    return old is value or (type(old) is type(value) and isinstance(value, (bool, int, float, str)) and old == value)
 
 
 class BackendMeta(ABCMeta):
-    """Tells dispatch of changed attributes, so that `monkeypatch.setattr(MyBackend, 'priority', 1)` is seen by the next
-    call, compiled callers included. Derives from ABCMeta so that backends may mix in ABCs."""
+    """Reports changed attributes to dispatch, so that `monkeypatch.setattr(MyBackend, 'priority', 1)` affects the next call,
+    compiled callers included. Derives from ABCMeta so that backends may mix in ABCs."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        if _is_already(vars(cls), name, value):
-            return
-        with _changing(cls, name):
-            super().__setattr__(name, value)
+        if not _is_same(vars(cls), name, value):
+            with _changing(cls, name):
+                super().__setattr__(name, value)
 
     def __delattr__(cls, name: str) -> None:
         with _changing(cls, name):
@@ -132,31 +128,31 @@ class BaseBackend(metaclass=BackendMeta):
     """Base class of backends.
 
     For a dispatched function `f` a backend may define
-        `f(self, ...)`: the implementation. It names the parameters it honours; a call that sets another one to something
-            else than its default is refused by the framework (`**kwargs` does not count as honouring).
+        `f(self, ...)`: the implementation. It names the parameters it honours; the framework refuses a call that sets
+            another one to a value other than its default (`**kwargs` does not count as honouring).
         `f_verifier(self, ...)`: names only the parameters it reads and returns `(True, None)` or `(False, reason)`.
         `f_prefers(self, ...)`: the same form; False demotes the backend behind the other eligible ones.
 
     Attributes:
         backend_type: the backend's name, unique within an operation.
-        package_name: module that must be importable, None for none.
-        package_version: version specifier ('>=1.2') of the distribution, or a requirement ('some-dist>=1.2') where
-            the distribution is not named like the module.
-        env_var: name of the toggle, None for none. A set toggle wins over `default_enable`.
-        default_enable: bool, or a callable without arguments evaluated when a plan is built.
+        package_name: module that must be importable, or None.
+        package_version: version specifier ('>=1.2') of the distribution, or a requirement ('some-dist>=1.2') if the
+            distribution and the module have different names.
+        env_var: environment variable of the toggle, or None. A set toggle overrides `default_enable`.
+        default_enable: bool, or a function without arguments that is called when a plan is built.
         priority: lower is asked earlier.
-        kind: 'vendor' (somebody's package), 'native' (this project's own) or 'reference' (plain PyTorch).
-        vendor: who makes it, for policy tokens `vendor:NAME`.
+        kind: 'vendor' (a third party's package), 'native' (this project's own) or 'reference' (plain PyTorch).
+        vendor: its maker, for policy tokens `vendor:NAME`.
         devices: platforms ('cpu', 'cuda', 'rocm', 'xpu', 'npu', 'mps', 'meta') the first tensor argument may be on, or a
             mapping from parameter names to platforms. None for any. 'cuda' never includes ROCm.
         dtypes: dtypes of the first tensor argument, or a mapping from parameter names to dtypes. None for any.
         min_capability: lowest compute capability, such as (9, 0); compared on `cuda` only.
         grad: 'backward' if it is differentiable, 'none' if it is for inference only.
-        tolerance: bound of the relative RMS error per dtype, read by tests.
+        tolerance: bound of the relative RMS error per dtype, for tests.
         extra_env: environment variables that an overridden `is_enabled()` reads.
-        traceable: False if its verifiers cannot be traced by torch.compile: it is then skipped in compiled code.
+        traceable: False if torch.compile cannot trace its verifiers: compiled code then skips the backend.
         retryable: exception types after which another backend may be tried.
-        verified: whether it has met its real package.
+        verified: whether it was tested with its real package.
     """
 
     backend_type: ClassVar[str] = 'base'
@@ -178,10 +174,9 @@ class BaseBackend(metaclass=BackendMeta):
     verified: ClassVar[bool] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if _is_already(vars(self), name, value):
-            return
-        with _changing(self, name):
-            object.__setattr__(self, name, value)
+        if not _is_same(vars(self), name, value):
+            with _changing(self, name):
+                object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
         with _changing(self, name):
@@ -192,43 +187,43 @@ class BaseBackend(metaclass=BackendMeta):
 
     @property
     def impl_id(self) -> str:
-        """`kind.backend_type`, the name that policy tokens `impl:…` use."""
+        """`kind.backend_type`, for policy tokens `impl:…`."""
         return f'{self.kind}.{self.backend_type}'
 
     @classmethod
     def is_available(cls) -> bool | Verdict:
-        """Whether the backend can be used at all on this machine, whatever the call: package, version, toolchain.
+        """Whether this machine has what every call needs: package, version, toolchain.
 
-        Evaluated when a plan is built and cached until `refresh()`. It must not touch an accelerator: what needs one
-        belongs into `probe`. Overrides may return a bool, or `(False, reason)`; an exception is a reason, too.
+        Called when a plan is built and cached until `refresh()`. Must not touch an accelerator: `probe` may. Overrides
+        return a bool, or `(False, reason)`; an exception counts as a reason.
         """
         return check_package(cls.package_name, cls.package_version)
 
     def probe(self, device: Device) -> bool | Verdict:
-        """Whether the backend works on one device, asked before the first call there and cached per kind of device.
+        """Whether the backend works on a device. Called before the first call there and cached per kind of device.
 
-        Where a package is known to import and then fail, run its smallest real call here. An exception is a reason.
+        For a package that may import and then fail, run its smallest real call here. An exception counts as a reason.
         """
         return True
 
     @classmethod
     def is_enabled(cls) -> bool:
-        """Whether the toggle allows the backend. An override names in `extra_env` the variables it reads."""
+        """Whether the toggle enables the backend. An override lists the variables it reads in `extra_env`."""
         return toggle_state(cls.env_var, cls.default_enable)
 
     @classmethod
     def can_use(cls) -> bool:
-        """Available and enabled, now. A convenience: dispatch itself keeps the two apart."""
+        """Whether the backend is available and enabled now. A convenience: dispatch asks the two separately."""
         return verdict_of(cls.is_available())[0] and bool(cls.is_enabled())
 
     def explain_notes(self, function: str, arguments: Mapping[str, Any]) -> Sequence[str]:
-        """What `explain` says beside this backend of a call that it can serve, such as which kernel it will take."""
+        """Returns notes for `explain` on a call that this backend can serve, such as the kernel it will run."""
         return ()
 
     def verify(self, function: str, *args: Any, **kwargs: Any) -> Verdict:
-        """What `<function>_verifier` says of a call; accepts where there is none. A convenience: exceptions propagate.
+        """Returns the verdict of `<function>_verifier`; accepts if there is none. A convenience: exceptions propagate.
 
-        Dispatch asks the verifiers themselves, unless a backend overrides this method: then it asks this one.
+        Dispatch calls the verifiers themselves, unless a backend overrides this method.
         """
         verifier = getattr(self, f'{function}_verifier', None)
         return (True, None) if verifier is None else verifier(*args, **kwargs)
@@ -236,32 +231,35 @@ class BaseBackend(metaclass=BackendMeta):
 
 def overrides(backend: BaseBackend, method: str) -> bool:
     """Whether the backend defines `method` itself."""
-    found = getattr(backend, method)
-    return getattr(found, '__func__', found) is not getattr(
-        getattr(BaseBackend, method), '__func__', getattr(BaseBackend, method)
-    )
+    own, base = getattr(backend, method), getattr(BaseBackend, method)
+    return getattr(own, '__func__', own) is not getattr(base, '__func__', base)
+
+
+def belongs_to(backend: BaseBackend, owner: Any) -> bool:
+    """Whether a backend is `owner`, or an instance of the class `owner`."""
+    return backend is owner or (isinstance(owner, type) and isinstance(backend, owner))
 
 
 def verdict_of(answer: Any, question: str = 'is_available') -> Verdict:
-    """An availability answer, a bool or `(bool, reason)`, as a verdict. Nothing else counts as yes."""
+    """Returns an availability answer, a bool or `(bool, reason)`, as a verdict. Anything else counts as no."""
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], bool):
         return answer
     if isinstance(answer, bool) or answer is None:
-        return (True, None) if answer else (False, f'{question}() says no')
+        return (True, None) if answer else (False, f'{question}() returned {answer}')
     return False, f'{question}() must return a bool or (bool, reason), got {type(answer).__name__}'
 
 
 def enabled_by_default(backend: BaseBackend) -> bool:
-    """What `default_enable` says. Read off the class: on the instance, a function would be a method."""
+    """Returns the value of `default_enable`. Read from the class: on the instance, a function would be a method."""
     default = vars(backend).get('default_enable', type(backend).default_enable)
     return as_boolean(default() if callable(default) else default)
 
 
 def as_boolean(answer: Any) -> bool:
-    """An answer to "is it on?".
+    """Returns whether a backend is enabled.
 
     Raises:
-        TypeError: for something else than a bool: the text 'no' would be true.
+        TypeError: unless the answer is a bool, an int or None. The text 'no' would be true.
     """
     if answer is None or isinstance(answer, (bool, int)):
         return bool(answer)
@@ -269,16 +267,14 @@ def as_boolean(answer: Any) -> bool:
 
 
 def toggle_state(name: str | None, default: bool | Callable[[], bool]) -> bool:
-    """What the environment variable `name` says now, `default` where it is unset or no boolean."""
+    """Returns the value of the environment variable `name`, or `default` if it is unset or not a boolean."""
     text = os.environ.get(name) if name else None
     stated = parse_boolean(text) if text is not None else None
-    if stated is not None:
-        return stated
-    return bool(default() if callable(default) else default)
+    return stated if stated is not None else bool(default() if callable(default) else default)
 
 
 def check_package(module: str | None, version: str | None = None) -> Verdict:
-    """Whether `module` is installed, and its distribution satisfies `version`, without importing it."""
+    """Whether `module` is installed and its distribution satisfies `version`. Does not import it."""
     if module is None:
         return True, None
     try:
@@ -291,13 +287,13 @@ def check_package(module: str | None, version: str | None = None) -> Verdict:
 
 
 def _check_version(module: str, version: str) -> Verdict:
-    # here, because it costs a third of what importing this package may cost
+    # imported here: it takes a third of the time that importing this package may take
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
         requirement = Requirement(version if version.strip()[:1].isalnum() else f'{module}{version}')
     except InvalidRequirement as error:
-        return False, f'package_version {version!r} is no version specifier: {error}'
+        return False, f'package_version {version!r} is not a version specifier: {error}'
     for distribution in (requirement.name, *importlib.metadata.packages_distributions().get(module.split('.')[0], ())):
         try:
             installed = importlib.metadata.version(distribution)

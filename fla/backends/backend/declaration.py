@@ -1,4 +1,4 @@
-"""What a backend says of itself, checked once at registration, so that the call path checks none of it again."""
+"""Checks a backend's declared facts, once at registration, so that calls need not check them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fla.backends.core.errors import RegistrationError
 from fla.utils.devices import PLATFORMS
 
 _VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
-# printable ASCII: the names also stand in generated code, in policies and in tables
+# printable ASCII: the names also appear in generated code, policies and tables
 _WORD = re.compile(r'[!-~]+')
 _NOT_IN_WORDS = set(',|;=:')
 
 
 def check_facts(backend: BaseBackend, *, besides: Collection[str] = ()) -> None:
-    """Check the attributes of a backend, one by one, but for those in `besides`.
+    """Checks the attributes of a backend one by one, except those in `besides`.
 
     Raises:
-        RegistrationError: names the attribute, what it is and what it may be.
+        RegistrationError: names the attribute, its value and what it may be.
     """
     for attribute, (right, allowed) in _ATTRIBUTES.items():
         if attribute in besides:
@@ -39,15 +39,11 @@ def check_facts(backend: BaseBackend, *, besides: Collection[str] = ()) -> None:
 
 
 def check_declaration(backend: BaseBackend) -> None:
-    """Check what a backend says of itself.
-
-    Raises:
-        RegistrationError: names the attribute, what it is and what it may be.
-    """
+    """Checks the attributes of a backend, each and together. Raises RegistrationError as `check_facts` does."""
     check_facts(backend)
     name, reserved = backend.backend_type.casefold(), (*RESERVED_NAMES, *KINDS)
     if name in reserved and not (backend.backend_type == backend.kind == 'reference'):
-        raise _wrong(backend, 'backend_type', f'something else: {", ".join(dict.fromkeys(reserved))} are reserved')
+        raise _wrong(backend, 'backend_type', f'another name: {", ".join(dict.fromkeys(reserved))} are reserved')
     if backend.package_version is not None and backend.package_name is None:
         raise _wrong(backend, 'package_version', 'None where there is no package_name, the module to import')
 
@@ -70,7 +66,7 @@ def _is_module(value: Any) -> bool:
 
 
 def _is_version(value: Any) -> bool:
-    # a fifth of the time of importing this package, and few backends name a version
+    # imported here: it takes a fifth of the time of importing this package, and few backends name a version
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
@@ -96,7 +92,7 @@ def _is_tolerance(value: Any) -> bool:
 
 
 def _some(right: Callable[[Any], bool], at_least: int = 1) -> Callable[[Any], bool]:
-    """A collection of right things."""
+    """Accepts a collection whose items are all right."""
 
     def are_right(value: Any) -> bool:
         several = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
@@ -106,7 +102,7 @@ def _some(right: Callable[[Any], bool], at_least: int = 1) -> Callable[[Any], bo
 
 
 def _per_parameter(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """None, a collection of right things, or one per parameter."""
+    """Accepts None, a collection whose items are all right, or such a collection per parameter."""
     several = _some(right)
 
     def are_right(value: Any) -> bool:
@@ -125,11 +121,11 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-# attribute → (whether a value is right, what it must be)
+# attribute → (whether a value is right, text of what it must be)
 _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     'backend_type': (
         lambda value: _is_word(value) and value != 'base',
-        'a name of its own, in ASCII, without spaces and without , | ; = :',
+        'a name, unique and in ASCII, without spaces and without , | ; = :',
     ),
     'kind': (lambda value: value in ('vendor', 'native', 'reference'), "'vendor', 'native' or 'reference'"),
     'vendor': (_or_none(_is_word), 'the name of a vendor without spaces and without , | ; = :, or None'),
@@ -152,8 +148,8 @@ _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     'tolerance': (_is_tolerance, 'a mapping from torch.dtype to a number'),
     'retryable': (
         _some(may_be_declared, at_least=0),
-        'a tuple of exception types that are the fault of the backend: not TypeError or ValueError themselves, no error of '
-        'dispatch, of memory or of a device',
+        'a tuple of exception types that are the fault of the backend: not TypeError, ValueError, or an error of dispatch, '
+        'memory or a device',
     ),
     'traceable': (_is_bool, 'a bool'),
     'verified': (_is_bool, 'a bool'),

@@ -1,7 +1,7 @@
-"""What a verifier must not do if compiled code is to ask it, and how to find it without running it.
+"""Finds what a verifier must not do if compiled code is to call it, without running it.
 
-Read off the bytecode, so that it needs no source and costs microseconds. `COMPILED` names what makes a verifier unfit for a
-trace; the framework skips such a backend in compiled code (with one warning), and the lint reports it.
+Reads the bytecode, which needs no source and costs microseconds. Compiled code skips a backend with such a verifier (with
+one warning), and the lint reports it.
 """
 
 from __future__ import annotations
@@ -12,35 +12,34 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-# name loaded by the verifier → (what is wrong with it, what to do instead)
+_ENVIRONMENT = (
+    'reads the environment: a change is not seen by compiled callers',
+    'declare env_var or extra_env on the backend',
+)
+_INFERENCE_MODE = 'asks for inference mode: it cannot be traced', 'use `not torch.is_grad_enabled()`'
+_LOG = 'logs: it cannot be traced', 'return the reason instead'
+_CLOCK = 'reads a clock: it cannot be traced', 'decide on the arguments alone'
+
+# name loaded by the verifier → (problem, remedy)
 COMPILED = {
-    'environ': (
-        'reads the environment: a change is not seen by compiled callers',
-        'declare env_var or extra_env on the backend',
-    ),
-    'getenv': (
-        'reads the environment: a change is not seen by compiled callers',
-        'declare env_var or extra_env on the backend',
-    ),
-    'data_ptr': (
-        'reads data_ptr: a trace sees a wrong constant',
-        'test stride and shape; align inside the implementation',
-    ),
-    'is_inference_mode_enabled': ('asks for inference mode: it cannot be traced', 'use `not torch.is_grad_enabled()`'),
-    'is_inference': ('asks for inference mode: it cannot be traced', 'use `not torch.is_grad_enabled()`'),
+    'environ': _ENVIRONMENT,
+    'getenv': _ENVIRONMENT,
+    'data_ptr': ('reads data_ptr: a trace sees a wrong constant', 'test stride and shape; align inside the implementation'),
+    'is_inference_mode_enabled': _INFERENCE_MODE,
+    'is_inference': _INFERENCE_MODE,
     'storage_offset': ('reads storage_offset: it cannot be traced', 'test stride and shape'),
     'get_float32_matmul_precision': (
         'reads the matmul precision: it cannot be traced',
         'use torch.backends.cuda.matmul.allow_tf32',
     ),
-    'getLogger': ('logs: it cannot be traced', 'return the reason instead'),
-    'logger': ('logs: it cannot be traced', 'return the reason instead'),
-    'logging': ('logs: it cannot be traced', 'return the reason instead'),
+    'getLogger': _LOG,
+    'logger': _LOG,
+    'logging': _LOG,
     'warn': ('warns: it cannot be traced', 'return the reason instead'),
     'print': ('prints: it cannot be traced', 'return the reason instead'),
-    'perf_counter': ('reads a clock: it cannot be traced', 'decide on the arguments alone'),
-    'monotonic': ('reads a clock: it cannot be traced', 'decide on the arguments alone'),
-    'time': ('reads a clock: it cannot be traced', 'decide on the arguments alone'),
+    'perf_counter': _CLOCK,
+    'monotonic': _CLOCK,
+    'time': _CLOCK,
 }
 
 _LOADS = ('LOAD_GLOBAL', 'LOAD_NAME', 'LOAD_ATTR', 'LOAD_METHOD', 'LOAD_DEREF')
@@ -48,7 +47,7 @@ _LOADS = ('LOAD_GLOBAL', 'LOAD_NAME', 'LOAD_ATTR', 'LOAD_METHOD', 'LOAD_DEREF')
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing in a function's code: where, what, and the remedy."""
+    """One problem in a function's code: where, what, and the remedy."""
 
     file: str
     line: int
@@ -60,16 +59,16 @@ class Finding:
 
 
 def codes_of(function: Callable[..., Any]) -> list[CodeType]:
-    """The code of a function and of the functions defined inside it."""
+    """Returns the code of a function and of the functions defined inside it."""
     code = getattr(getattr(function, '__func__', function), '__code__', None)
     found = [code] if code is not None else []
-    for known in found:
-        found += [constant for constant in known.co_consts if isinstance(constant, CodeType)]
+    for one in found:
+        found += [constant for constant in one.co_consts if isinstance(constant, CodeType)]
     return found
 
 
 def findings(function: Callable[..., Any]) -> list[Finding]:
-    """What makes a verifier unfit for compiled code."""
+    """Returns what makes a verifier unfit for compiled code."""
     found = []
     for code in codes_of(function):
         if not COMPILED.keys() & {*code.co_names, *code.co_freevars}:

@@ -581,7 +581,7 @@ def test_package(package, version, usable, word):
     ('answer', 'usable', 'word'),
     [
         (True, True, ''),
-        (False, False, 'is_available() says no'),
+        (False, False, 'is_available() returned False'),
         ((True, None), True, ''),
         ((False, 'no compiler'), False, 'no compiler'),
         ((False, ('needs %s', 'nvcc')), False, 'needs nvcc'),
@@ -627,7 +627,7 @@ def test_refresh_probes_again():
     ('answer', 'usable', 'word'),
     [
         (True, True, ''),
-        (False, False, 'probe() says no'),
+        (False, False, 'probe() returned False'),
         ((False, 'kernel fails'), False, 'kernel fails'),
         (OSError('libcuda'), False, 'probe() raised OSError: libcuda'),
     ],
