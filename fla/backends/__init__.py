@@ -1,13 +1,13 @@
 """Per-call dispatch of operations to backends.
 
-For each call of a function decorated with `@dispatch('<operation>')`, the candidates are asked in this order:
-    1. order: the first policy layer that speaks (scope, code, environment), else priority; `default` stands at 100,
-       a `reference` behind it;
-    2. available: package, version, platform, device; decided when a plan is made;
+A call of a function decorated with `@dispatch('<operation>')` selects a backend:
+    1. order: the highest policy layer that names an order (scope, code, environment, file), else priority; `default` has
+       priority 100, a `reference` comes after it;
+    2. available: package, version, platform and device fit; decided when a plan is made;
     3. enabled: no filter and no toggle excludes it;
-    4. able: the declared facts, the arguments its method lacks, and `<fn>_verifier` accept this call;
-    5. willing: `<fn>_prefers` may put it behind the others.
-The first one left runs. If there is none, `NoBackendError` lists every candidate with its reason.
+    4. able: the declared facts, the parameters of its method, and `<fn>_verifier` accept the call;
+    5. preferred: `<fn>_prefers` may put it behind the others.
+The first remaining candidate runs. If none remains, `NoBackendError` lists every candidate with its reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fla.backends.fallback.breaker import Breaker, BreakerEvent, BreakerListener
 from fla.backends.observe import describe as _describe
 from fla.backends.observe.records import Record
 from fla.backends.observe.telemetry import CallEvent, Telemetry, add_observer, telemetry
-from fla.backends.observe.trace import Trace, counters, environment_trace, forget_environment_trace, last_backend, trace
+from fla.backends.observe.trace import Trace, counters, environment_trace, last_backend, trace
 from fla.backends.plan.decision import CandidateReport, Decision, NoBackendError
 from fla.backends.policy.conditions import ConditionError
 from fla.backends.policy.on_error import BreakerSettings
@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from fla.backends.tuning.measurements import MeasurementError, Measurements
     from fla.backends.tuning.measuring import load_measurements, measure, unload_measurements
 
-# Rarely used names are imported when they are first read: together a fifth of the time that importing this package takes.
-_ON_REQUEST = {
+# Rarely used names are imported lazily: together they would take a fifth of this package's import time.
+_LAZY = {
     'MeasurementError': 'tuning.measurements',
     'Measurements': 'tuning.measurements',
     'PolicyChange': 'policy_files.diff',
@@ -93,81 +93,80 @@ def _in(room: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ON_REQUEST:
+    if name not in _LAZY:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    found = globals()[name] = getattr(_in(_ON_REQUEST[name]), name)
+    found = globals()[name] = getattr(_in(_LAZY[name]), name)
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_REQUEST})
+    return sorted({*globals(), *_LAZY})
 
 
-# What the runtime needs of the rooms above it.
+# the runtime uses these higher rooms, but may not import them
 Dispatcher.policy_reader = staticmethod(lambda: _in('policy_files.load'))
 Dispatcher.environment_recorder = staticmethod(environment_trace)
-Dispatcher.before_reset.append(forget_environment_trace)
 
 
 def set_policy(policy: Policy, dispatcher: Dispatcher | None = None) -> Policy | None:
-    """Set the policy of the code layer for the whole process; returns the one it replaces."""
+    """Set the policy of the code layer for the whole process; returns the one that it replaces."""
     return owner_of(dispatcher).policies.set_policy(policy)
 
 
 def get_policy(dispatcher: Dispatcher | None = None) -> Policy | None:
-    """The policy of the code layer, None if none is set."""
+    """The policy of the code layer, or None."""
     return owner_of(dispatcher).policies.get_policy()
 
 
 def reset_policy(dispatcher: Dispatcher | None = None) -> None:
-    """Take the policy of the code layer away."""
+    """Remove the policy of the code layer."""
     owner_of(dispatcher).policies.reset_policy()
 
 
 def read_policy(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> Policy:
-    """What a policy file says, checked; changes nothing. Raises PolicyFileError, which lists every error with its line."""
+    """Read and check a policy file; changes nothing. Raises PolicyFileError, which lists every error with its line."""
     found: Policy = _in('policy_files.load').read_version(path, owner_of(dispatcher)).policy
     return found
 
 
 def load_policy(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> PolicyVersion:
-    """Put a policy file in force, in the place of the former one. A bad one raises PolicyFileError and changes nothing."""
+    """Put a policy file in force, in place of the former one. A bad file raises PolicyFileError and changes nothing."""
     found: PolicyVersion = _in('policy_files.load').load_policy(path, owner_of(dispatcher))
     return found
 
 
 def unload_policy(dispatcher: Dispatcher | None = None) -> None:
-    """Take the policy file's layer away."""
+    """Remove the policy file's layer."""
     owner_of(dispatcher).policies.unload_file()
 
 
 def refresh(dispatcher: Dispatcher | None = None) -> None:
-    """Look again: packages, devices, policy variables, backends packages that failed to import."""
+    """Read again: packages, devices, policy variables, backends packages that failed to import."""
     owner_of(dispatcher).refresh()
 
 
 def reset(dispatcher: Dispatcher | None = None) -> None:
-    """A fresh process, for tests."""
+    """Return to the state of a fresh process, for tests."""
     owner_of(dispatcher).reset()
 
 
 def plugins(dispatcher: Dispatcher | None = None) -> tuple[Plugin, ...]:
-    """The plugins that were found, with version and error."""
+    """The plugins, with version and error."""
     return owner_of(dispatcher).plugins()
 
 
 def validate(dispatcher: Dispatcher | None = None) -> list[str]:
-    """Problems that need no call: pending names, verifiers without a method, failed plugins and packages."""
+    """Problems found without a call: unknown names, verifiers without a method, failed plugins and packages."""
     return _describe.problems(owner_of(dispatcher))
 
 
 def describe(operation: str | None = None, dispatcher: Dispatcher | None = None) -> str:
-    """A table of functions and their candidates, of one operation or of all."""
+    """A table of functions and their candidates, for one operation or all."""
     return _describe.describe(owner_of(dispatcher), operation)
 
 
 def snapshot(dispatcher: Dispatcher | None = None) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """Every registry with its backends and where each was registered; immutable."""
+    """An immutable copy of every registry: its backends and where each was registered."""
     return _describe.snapshot(owner_of(dispatcher))
 
 
@@ -177,7 +176,7 @@ def call_op(name: str, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def resolve_op(name: str, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """The callable that a call would run, by name; without arguments, the dispatched function itself."""
+    """The callable that a call would run, by the function's name; without arguments, the dispatched function itself."""
     function = default_dispatcher().catalogue.named(name)
     if not (args or kwargs):
         return function
@@ -186,7 +185,7 @@ def resolve_op(name: str, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
 
 
 def health(dispatcher: Dispatcher | None = None) -> dict[tuple[str, str], Health]:
-    """('operation.function', backend) → what its circuit breaker knows."""
+    """('operation.function', backend) → state of its circuit breaker."""
     return owner_of(dispatcher).health()
 
 
@@ -196,16 +195,14 @@ def breaker(function: str | Callable[..., Any], backend: str, dispatcher: Dispat
 
 
 def add_breaker_listener(listener: BreakerListener, dispatcher: Dispatcher | None = None) -> Callable[[], None]:
-    """Call `listener(event)` with a `BreakerEvent` after every change of a breaker's state; returns what ends it."""
+    """Call `listener(event)` with a `BreakerEvent` after every change of a breaker's state. Returns a function that removes
+    the listener."""
     return owner_of(dispatcher).add_breaker_listener(listener)
 
 
 def set_log_level(level: int | str) -> None:
-    """Set the level of the logger `fla`, which all namespaces share; plans are made anew, so that what is logged then fits.
-
-    Args:
-        level: DEBUG, INFO, WARNING, ERROR or CRITICAL, or one of logging's numbers.
-    """
+    """Set the level of the logger `fla`, which all namespaces share: DEBUG, INFO, WARNING, ERROR or CRITICAL, or a number.
+    Every function plans again, because a plan contains only the logging of its level."""
     _set_threshold(level)
     replan_everything()
 

@@ -1,99 +1,32 @@
-"""The code of a call: at each outcome of the tests, what runs, what is noted and who is asked next.
-
-What a policy does not ask for is not written: no `try` without `on_error='fallback'`, no counter without telemetry.
-"""
+"""The code of a call. It contains only what the policy asks for: `try` for `on_error='fallback'`, counters for telemetry."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-from fla.backends.codegen.generator import Generator, bad_text, bug_text, unanswerable_text
+from fla.backends.codegen.generator import Generator, broken_text, unanswerable_text
 from fla.backends.core.signature import Signature
 from fla.backends.plan.plan import Candidate, Case, Plan
-from fla.backends.policy.precedence import Conditional, ResolvedPolicy
-
-
-class Actions:
-    """What the entry point offers to generated code, by candidate. Each is called without arguments where Dynamo may meet
-    it: such functions are marked constant and run while tracing."""
-
-    shows_reasons = False
-
-    def bug(self, candidate: Candidate, method: str) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def bad_return(self, candidate: Candidate, method: str) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def unmet(self, candidate: Candidate) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def untraceable(self, candidate: Candidate) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def first_use(self, candidate: Candidate, platform: str) -> Callable[[], None] | None:
-        raise NotImplementedError
-
-    def traced(self, candidate: Candidate) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def record(self, candidate: Candidate) -> Callable[..., None]:
-        raise NotImplementedError
-
-    def reason(self, candidate: Candidate) -> Callable[[Any], None] | None:
-        raise NotImplementedError
-
-    def unanswerable(self, case: Conditional) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def breaker(self, candidate: Candidate) -> Any:
-        raise NotImplementedError
-
-    def failed(self, candidate: Candidate, policy: ResolvedPolicy, *, is_last: bool) -> Callable[..., Any]:
-        raise NotImplementedError
-
-    def exhausted(self) -> Callable[[Any], NoReturn]:
-        raise NotImplementedError
-
-    def count(self, candidate: Candidate | None) -> Callable[..., None]:
-        raise NotImplementedError
-
-    def count_compiled(self, candidate: Candidate) -> Callable[[], None]:
-        raise NotImplementedError
-
-    def is_on_now(self, candidate: Candidate) -> Callable[[], bool]:
-        raise NotImplementedError
-
-    def clock(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        raise NotImplementedError
 
 
 class Call(Generator):
-    """The code of a call.
+    """Writes the code of a call.
 
-    Attributes:
+    Args:
+        hooks: `RuntimeHooks`, which lives in a higher room.
         key: 'operation.function', for errors.
-        label: the same for profilers. With `ranges`, every implementation runs inside a range of theirs.
-        virtual: scopes entered in a compiled region are looked at.
+        label: the same for profilers. With `ranges`, every implementation runs inside a profiler range.
+        virtual: the code looks at scopes that were entered in a compiled region.
     """
 
     def __init__(
-        self,
-        signature: Signature,
-        plan: Plan,
-        serial: str,
-        actions: Actions,
-        *,
-        key: str,
-        label: str,
-        ranges: bool = False,
-        virtual: bool = True,
+        self, signature: Signature, plan: Plan, serial: str, hooks: Any, *, key: str, label: str, ranges: bool, virtual: bool
     ) -> None:
         super().__init__(signature, plan, serial)
-        self.actions, self.key, self.label = actions, key, label
+        self.hooks, self.key, self.label = hooks, key, label
         self.ranges, self.virtual = ranges, virtual
-        self.keeps_answer = actions.shows_reasons
+        self.keeps_answer = hooks.shows_reasons
         self.asked: tuple[Candidate, ...] = ()
 
     def prelude(self) -> None:
@@ -106,7 +39,8 @@ class Call(Generator):
             pass
         self.w.line(f'elif _d_profiler._is_profiler_enabled: return _d_ranged{self.serial}({self.forward})')
 
-    def _without_arguments(self, name: str, action: Callable[[], None]) -> None:
+    def _do(self, name: str, action: Callable[[], None]) -> None:
+        """Call an action that Dynamo may trace, and which therefore takes no arguments."""
         self.w.line(f'{self.w.bind(name, action)}()')
 
     def chain(self, chain: tuple[Candidate, ...], platform: str) -> None:
@@ -116,7 +50,7 @@ class Call(Generator):
         super().chain(chain, platform)
 
     def _is_last(self, c: Candidate) -> bool:
-        """Whether nobody is asked after this one, whatever the call."""
+        """Whether no candidate is asked after this one, for any call."""
         others = self.asked[self.asked.index(c) + 1 :]
         return not others and not any(other.demotable for other in self.asked if other is not c)
 
@@ -126,14 +60,14 @@ class Call(Generator):
             self._announce(c, tag)
             self._implementation(c, tag, 'return ')
             return
-        # what follows is never seen by Dynamo: no change in it makes a compiled caller compile again
+        # Dynamo does not see the code below: a change in it never recompiles a caller
         with self.w.block('if _d_dyn():'):
             self._announce(c, tag)
             if policy.telemetry:
-                self._without_arguments(f'_d_compiled{tag}', self.actions.count_compiled(c))
+                self._do(f'_d_compiled{tag}', self.hooks.count_compiled(c))
             self._implementation(c, tag, 'return ')
         if policy.falls_back and policy.use is None:
-            breaker = self.w.bind(f'_d_breaker{tag}', self.actions.breaker(c))
+            breaker = self.w.bind(f'_d_breaker{tag}', self.hooks.breaker(c))
             self.w.line('_d_probe = 0')
             with self.w.block(f'if {breaker}.closed or (_d_probe := {breaker}.admit()) >= 0:'):
                 self._guarded(c, tag)
@@ -144,23 +78,23 @@ class Call(Generator):
             self._guarded(c, tag)
 
     def _guarded(self, c: Candidate, tag: str) -> None:
-        """Run it, and see how that ends."""
+        """Run the implementation and handle its outcome."""
         policy = self.plan.policy
         first = (*self.signature.tensors, 'None')[0]
         timed = []
         with self.w.block('try:'):
-            self._announce(c, tag)  # whatever raises from here on, a probe has ended
+            self._announce(c, tag)  # inside: any exception from here on ends a probe
             if policy.telemetry == 'time':
                 begin, elapsed = (
                     self.w.bind(f'_d_{name}{self.serial}', value)
-                    for name, value in zip(('begin', 'elapsed'), self.actions.clock(), strict=True)
+                    for name, value in zip(('begin', 'elapsed'), self.hooks.clock(), strict=True)
                 )
                 self.w.line(f'_d_start = {begin}({first})')
                 timed = [f'{elapsed}(_d_start, {first})']
             self._implementation(c, tag, '_d_result = ')
         with self.w.block('except _d_BaseException as _d_error:'):
             if policy.falls_back:
-                failed = self.w.bind(f'_d_failed{tag}', self.actions.failed(c, policy, is_last=self._is_last(c)))
+                failed = self.w.bind(f'_d_failed{tag}', self.hooks.failed(c, policy, is_last=self._is_last(c)))
                 self.w.line(f'_d_failures = {failed}(_d_error, _d_failures, {self._probe}, {first})')
             if policy.telemetry:
                 # not timed: no event may be recorded on a device that has just failed
@@ -169,17 +103,17 @@ class Call(Generator):
             self.w.line('if _d_failures is None: raise' if policy.falls_back else 'raise')
         with self.w.block('else:'):
             if policy.falls_back:
-                breaker = self.w.bind(f'_d_breaker{tag}', self.actions.breaker(c))
+                breaker = self.w.bind(f'_d_breaker{tag}', self.hooks.breaker(c))
                 self.w.line(f'if {self._probe} or {breaker}.failures: {breaker}.succeeded({self._probe})')
-                # the exceptions in it hold this frame
+                # its exceptions hold this frame
                 self.w.line('if _d_failures is not None: _d_failures.clear()')
             self._count(c, tag, "'served'", *timed)
             self.w.line('return _d_result')
 
-    def never_seen(self, c: Candidate, tag: str, word: str) -> None:
+    def new_toggle_value(self, c: Candidate, tag: str, word: str) -> None:
         if self.plan.policy.falls_back:
-            # planning anew would run again what has failed in this very call
-            now = self.w.bind(f'_d_now{tag}', self.actions.is_on_now(c))
+            # a new plan would run again a backend that has failed in this call
+            now = self.w.bind(f'_d_now{tag}', self.hooks.is_on_now(c))
             with self.w.block(f'{word} _d_failures and {now}():'):
                 self._tests(c, tag)
             with self.w.block('elif _d_failures:'):
@@ -187,30 +121,30 @@ class Call(Generator):
 
     @property
     def _probe(self) -> str:
-        """A forced choice does not ask the breaker, so that it is no probe."""
+        """A forced choice is not a probe: it does not ask the breaker."""
         return '_d_probe' if self.plan.policy.use is None else '0'
 
     def _count(self, c: Candidate | None, tag: str, *arguments: str) -> None:
         if self.plan.policy.telemetry:
-            count = self.w.bind(f'_d_count{tag}', self.actions.count(c))
+            count = self.w.bind(f'_d_count{tag}', self.hooks.count(c))
             self.w.line(f'{count}({", ".join(arguments)})')
 
     def unanswerable(self, case: Case, number: int) -> None:
         if self.plan.policy.strict:
-            self.w.line(f'raise _d_Bug({unanswerable_text(case.conditional, self.key)!r}) from _d_error')
-            return
-        name = f'_d_unanswerable{self.serial}_{self.place}'
-        self._without_arguments(name, self.actions.unanswerable(case.conditional))
+            text = f'{self.key}: {unanswerable_text(case.conditional)}'
+            self.w.line(f'raise _d_Bug({text!r}) from _d_error')
+        else:
+            self._do(f'_d_unanswerable{self.serial}_{self.place}', self.hooks.unanswerable(case.conditional))
 
     def _announce(self, c: Candidate, tag: str) -> None:
-        first_use = self.actions.first_use(c, self.platform)
+        first_use = self.hooks.first_use(c, self.platform)
         if first_use is not None:
-            self._without_arguments(f'_d_use{tag}', first_use)
+            self._do(f'_d_use{tag}', first_use)
         if self.plan.policy.tracing:
             with self.w.block('if _d_dyn():'):
-                self._without_arguments(f'_d_traced{tag}', self.actions.traced(c))
+                self._do(f'_d_traced{tag}', self.hooks.traced(c))
             with self.w.block('else:'):
-                record = self.w.bind(f'_d_record{tag}', self.actions.record(c))
+                record = self.w.bind(f'_d_record{tag}', self.hooks.record(c))
                 rest = (self.signature.var_positional, self.signature.var_keyword)
                 named = [f'{n}={n}' for n in (*self.signature.names, *filter(None, rest))]
                 self.w.line(f'{record}(_d_dict({", ".join(named)}))')
@@ -226,37 +160,34 @@ class Call(Generator):
             self.w.line(call)
 
     def reject(self, c: Candidate, tag: str, reason: str, source: str) -> None:
-        show = self.actions.reason(c)
+        show = self.hooks.reason(c)
         if show is not None:
             self.w.line(f'if not _d_dyn(): {self.w.bind(f"_d_why{tag}", show)}({reason})')
-        self._passed_over(c, tag, available=source != 'availability')
+        if source == 'availability':
+            self.off(c, tag)
+        else:
+            self._passed_over(c, tag)
 
-    def _passed_over(self, c: Candidate, tag: str, available: bool = True) -> None:
-        if available and self.plan.policy.require_first:
+    def _passed_over(self, c: Candidate, tag: str) -> None:
+        if self.plan.policy.require_first:
             self.nothing()
-        elif c.wished:
-            self._without_arguments(f'_d_unmet{tag}', self.actions.unmet(c))
+        else:
+            self.off(c, tag)
 
     def off(self, c: Candidate, tag: str) -> None:
         if c.wished:
-            self._without_arguments(f'_d_unmet{tag}', self.actions.unmet(c))
+            self._do(f'_d_unmet{tag}', self.hooks.unmet(c))
 
     def untraceable(self, c: Candidate, tag: str) -> None:
-        self._without_arguments(f'_d_untraceable{tag}', self.actions.untraceable(c))
+        self._do(f'_d_untraceable{tag}', self.hooks.untraceable(c))
         self._passed_over(c, tag)
 
-    def bug(self, c: Candidate, tag: str, method: str) -> None:
+    def broken(self, c: Candidate, tag: str, method: str, *, raised: bool) -> None:
         if self.plan.policy.strict:
-            self.w.line(f'raise _d_Bug({bug_text(c, self.key, method)!r}) from _d_error')
+            text = f'{self.key}: {broken_text(c, method, raised=raised)}'
+            self.w.line(f'raise _d_Bug({text!r}){" from _d_error" if raised else ""}')
             return
-        self._without_arguments(f'_d_bug{tag}_{method}', self.actions.bug(c, method))
-        self._passed_over(c, tag)
-
-    def bad_return(self, c: Candidate, tag: str, method: str) -> None:
-        if self.plan.policy.strict:
-            self.w.line(f'raise _d_Bug({bad_text(c, self.key, method)!r})')
-            return
-        self._without_arguments(f'_d_bad{tag}_{method}', self.actions.bad_return(c, method))
+        self._do(f'_d_{"bug" if raised else "bad"}{tag}_{method}', self.hooks.broken(c, method, raised=raised))
         self._passed_over(c, tag)
 
     def demote(self, c: Candidate, tag: str) -> None:
@@ -271,7 +202,7 @@ class Call(Generator):
         message = f'{self.key}: no backend accepts this call; run it outside torch.compile, or explain() it, for the reasons'
         self.w.line(f'if _d_dyn(): raise _d_NoBackend({message!r})')
         if self.plan.policy.falls_back:
-            exhausted = self.w.bind(f'_d_exhausted{self.serial}', self.actions.exhausted())
+            exhausted = self.w.bind(f'_d_exhausted{self.serial}', self.hooks.exhausted())
             with self.w.block('if _d_failures:'):
                 self._count(None, f'{self.serial}_none', "'raised'", 'None', '_d_failures[-1][1]')
                 self.w.line(f'{exhausted}(_d_failures)')

@@ -1,12 +1,13 @@
 """A plan's source text.
 
-One generator, and two that say what happens at each outcome: `codegen_call` writes the code of a call (straight-line, no
-loop, no lock, no formatting), `codegen_explain` the same tests with every outcome noted. Names that begin with `_d_` are the
-generator's own; names of implementations, verifiers and declared values are fresh for each plan, because Dynamo snapshots a
-namespace within a trace and because a thread may still be running an older plan. Builtins have names of the generator's own,
-too: a parameter may be called `type`.
+`Generator` writes the tests of a call; a subclass writes what happens at each outcome. `call.Call` writes straight-line code
+without loops, locks or formatting; `explain.Explain` writes the same tests and reports every outcome.
 
-What a call looks like, for one backend with a toggle and a verifier, on a machine that has only seen CPU tensors:
+Names that begin with `_d_` belong to the generator, builtins included: a parameter may be called `type`. Implementations,
+verifiers and declared values get fresh names for each plan, because Dynamo snapshots a namespace within a trace, and because
+a thread may still be running an older plan.
+
+The code of a call, for one backend with a toggle and a verifier, on a machine that has only seen CPU tensors:
 
     def chunk_kda(q, k, v, ...):
         if _d_virtual.layers: return ...                 # a policy scope entered inside a compiled region
@@ -31,6 +32,7 @@ What a call looks like, for one backend with a toggle and a verifier, on a machi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,7 +44,7 @@ from fla.backends.policy.precedence import Conditional
 from fla.backends.policy.toggles import Gate
 from fla.utils.env import live_key
 
-# How a tensor says which platform it is on; anything else goes through `_d_platform`, which is slower.
+# Fast tests for the platform of a tensor; other platforms go through `_d_platform`, which is slower.
 _PLATFORM_TESTS = {
     'cpu': '_d_x.is_cpu',
     'cuda': '_d_x.is_cuda',
@@ -53,7 +55,7 @@ _PLATFORM_TESTS = {
 
 
 class Writer:
-    """Lines of source with the current indentation, and what their names are bound to."""
+    """Indented lines of source, and the objects that their names are bound to."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -78,15 +80,19 @@ class Writer:
         return name
 
 
-class Generator:
-    """Writes the body of one function for one plan. Subclasses say what happens at each outcome.
+class Generator(ABC):
+    """Writes the body of one function for one plan. Subclasses write what happens at each outcome.
 
     Attributes:
-        device_type: what conditions take every tensor's device type for; None for what it is.
-        asks: as whose code this one asks for another plan.
+        device_type: the device type that conditions assume for every tensor; None for the tensor's own.
+        stops_at_winner: candidates behind one that accepts every call are left out.
+        keeps_answer: reasons are shown, so the code stores a verifier's whole answer, not only its first half.
+        asks: the serial with which the code asks for a new plan.
     """
 
     device_type: str | None = None
+    stops_at_winner = True
+    keeps_answer = True
 
     def __init__(self, signature: Signature, plan: Plan, serial: str) -> None:
         self.signature, self.plan, self.serial = signature, plan, serial
@@ -94,84 +100,76 @@ class Generator:
         self.w = Writer()
         self.place, self.platform = '0', ANY
         self.forward = signature.forward_all()
-        self.asked_whether_traced = False
+        self._knows_if_traced = False
 
-    # -- outcomes, for subclasses -------------------------------------------------------------------------------------
+    # -- outcomes -----------------------------------------------------------------------------------------------------
 
-    def run(self, c: Candidate, tag: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self, c: Candidate, tag: str) -> None: ...
+    @abstractmethod
+    def reject(self, c: Candidate, tag: str, reason: str, source: str) -> None: ...
+    @abstractmethod
+    def off(self, c: Candidate, tag: str) -> None: ...
+    @abstractmethod
+    def untraceable(self, c: Candidate, tag: str) -> None: ...
+    @abstractmethod
+    def broken(self, c: Candidate, tag: str, method: str, *, raised: bool) -> None: ...
+    @abstractmethod
+    def demote(self, c: Candidate, tag: str) -> None: ...
+    @abstractmethod
+    def late(self, c: Candidate, tag: str) -> None: ...
+    @abstractmethod
+    def unanswerable(self, case: Case, number: int) -> None: ...
+    @abstractmethod
+    def nothing(self) -> None: ...
+    @abstractmethod
+    def unmet_wish(self) -> None: ...
 
-    def reject(self, c: Candidate, tag: str, reason: str, source: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def prelude(self) -> None:
+        """Writes the code before everything else."""
 
-    def off(self, c: Candidate, tag: str) -> None:
-        raise NotImplementedError
-
-    def untraceable(self, c: Candidate, tag: str) -> None:
-        raise NotImplementedError
-
-    def bug(self, c: Candidate, tag: str, method: str) -> None:
-        raise NotImplementedError
-
-    def bad_return(self, c: Candidate, tag: str, method: str) -> None:
-        raise NotImplementedError
-
-    def demote(self, c: Candidate, tag: str) -> None:
-        raise NotImplementedError
-
-    def late(self, c: Candidate, tag: str) -> None:
-        raise NotImplementedError
-
-    def nothing(self) -> None:
-        raise NotImplementedError
-
-    def unmet_wish(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def new_toggle_value(self, c: Candidate, tag: str, word: str) -> None:
+        """Writes tests before planning again for a toggle value that the plan does not list; `word` begins the first."""
 
     def again(self, line: str) -> None:
         self.w.line(f'if {line} and _d_dyn(): _d_restart()')
         self.w.line(f'return _d_self({self.forward})')
 
-    stops_at_winner = True
-    # whether reasons are shown, so that a verifier's whole answer is needed and not just its first half
-    keeps_answer = True
-
     # -- structure ----------------------------------------------------------------------------------------------------
 
-    def prelude(self) -> None:
-        """What comes before everything else."""
-
-    def body(self, check: str | None) -> None:
-        """The whole function."""
+    def source(self, name: str, check: str | None, first: str = '') -> str:
+        """The whole function, with `first` as an extra first parameter. `check`: arguments of the function's check."""
         self.prelude()
         self._tensor_class()
         if check is not None:
             self.w.line(f'_d_check({check})')
         self.platforms()
+        return '\n'.join([self.signature.header(name, first), *self.w.lines]) + '\n'
 
     def platforms(self) -> None:
         """The chain of the call's platform."""
         if not self.plan.by_platform:
             self.cases(ANY)
             return
-        word = 'if'
+        new_platform = f'_d_need({self.asks!r}, _d_platform(_d_x))'
+        if not self.plan.chains:  # no call yet: an `else` would belong to the `if` above
+            self.again(new_platform)
+            return
         for place, platform in enumerate(self.plan.chains):
             self.place = str(place)
             if platform == NO_TENSOR:
                 test = '_d_x is _d_NoTensor'
             else:
                 test = _PLATFORM_TESTS.get(platform, f'_d_platform(_d_x) == {platform!r}')
-            with self.w.block(f'{word} {test}:'):
+            with self.w.block(f'{"elif" if place else "if"} {test}:'):
                 self.cases(platform)
-            word = 'elif'
-        if not self.plan.chains:  # no call yet: an `else` would belong to whatever `if` stands above
-            self.again(f'_d_need({self.asks!r}, _d_platform(_d_x))')
-            return
         with self.w.block('else:'):
-            self.again(f'_d_need({self.asks!r}, _d_platform(_d_x))')
+            self.again(new_platform)
 
     def _tensor_class(self) -> None:
-        """The first tensor's type: plain ones go on, overrides are offered the call, DTensors are refused."""
+        """The first tensor's type: plain tensors go on, overrides are offered the call, DTensors are refused."""
         tensors = self.signature.tensors
         if not tensors:
             if self.plan.by_platform:
@@ -196,25 +194,28 @@ class Generator:
     def cases(self, platform: str) -> None:
         """The first case whose condition holds, else the usual order."""
         place = self.place
-        self.asked_whether_traced = False
+        self._knows_if_traced = False
         for number, case in enumerate(self.plan.cases.get(platform, ())):
             self.place = f'{place}c{number}'
             if case.conditional.condition is None:
                 self.case(case, number, platform)
                 return
-            self._condition(case, number)
+            self.condition(case, number)
             with self.w.block('if _d_w:'):
                 self.case(case, number, platform)
         self.place = place
         self.chain(self.plan.chains[platform], platform)
 
     def case(self, case: Case, number: int, platform: str) -> None:
-        """What a call does where a case holds."""
+        """The chain of a case that holds."""
         self.chain(case.chain, platform)
 
-    def _condition(self, case: Case, number: int) -> None:
-        """`_d_w`: whether the condition holds. One that cannot be answered raises, also where its answer is neither true nor
-        false (an array is compared with a number): a `try` costs nothing where it holds."""
+    def condition(self, case: Case, number: int) -> None:
+        """Sets `_d_w` to whether the condition holds.
+
+        A condition without an answer raises, also where its value is neither true nor false (an array compared with a
+        number). A `try` costs nothing where the condition holds.
+        """
         condition = case.conditional.condition
         assert condition is not None
         bind = lambda name, value: self.w.bind(f'_d_w{self.serial}_{self.place}_{name}', value)  # noqa: E731
@@ -224,27 +225,28 @@ class Generator:
             if eager == traced:
                 self.w.line(f'_d_w = True if {eager} else False')
             else:
-                # asked once: it would be a tenth of what a condition costs
-                dyn = '_d_t' if self.asked_whether_traced else '(_d_t := _d_dyn())'
-                self.asked_whether_traced = True
+                # asked once per call: asking again would be a tenth of a condition's cost
+                dyn = '_d_t' if self._knows_if_traced else '(_d_t := _d_dyn())'
+                self._knows_if_traced = True
                 self.w.line(f'_d_w = True if (({traced}) if {dyn} else ({eager})) else False')
-        with self.w.block('except _d_Exception as _d_error:' if self.plan.policy.strict else 'except _d_Exception:'):
+        with self.w.block(self._except):
             self.w.line('_d_w = False')
             self.unanswerable(case, number)
 
-    def unanswerable(self, case: Case, number: int) -> None:
-        """A condition has no answer for this call."""
-        raise NotImplementedError
+    @property
+    def _except(self) -> str:
+        return 'except _d_Exception as _d_error:' if self.plan.policy.strict else 'except _d_Exception:'
 
     def chain(self, chain: tuple[Candidate, ...], platform: str) -> None:
         self.platform = platform
-        for c, tag in self._tagged(chain):
+        tagged = [(c, f'{self.serial}_{self.place}_{i}') for i, c in enumerate(chain)]
+        for c, tag in tagged:
             if not c.out and c.demotable:
                 self.w.line(f'_d_late{tag} = False')
         late: list[tuple[Candidate, str]] = []
         wishes = [c for c in chain if c.wished] if self.plan.policy.prefer else []
         last_wish = wishes[-1] if wishes and self.plan.policy.strict else None
-        for c, tag in self._tagged(chain):
+        for c, tag in tagged:
             if c.member.backend.kind == 'reference' and late:
                 self._late(late)
                 late = []
@@ -260,9 +262,6 @@ class Generator:
                     return
         self._late(late)
         self.nothing()
-
-    def _tagged(self, chain: tuple[Candidate, ...]) -> list[tuple[Candidate, str]]:
-        return [(c, f'{self.serial}_{self.place}_{i}') for i, c in enumerate(chain)]
 
     def _late(self, late: list[tuple[Candidate, str]]) -> None:
         for c, tag in late:
@@ -303,23 +302,18 @@ class Generator:
             with self.w.block(f'{word} {_any_of(raws, group)}:'):
                 write(c, tag)
             word = 'elif'
-        self.never_seen(c, tag, word)
+        self.new_toggle_value(c, tag, word)
         with self.w.block('else:'):
             self.again(f'_d_cold({self.asks!r})')
 
-    def never_seen(self, c: Candidate, tag: str, word: str) -> None:
-        """What comes before planning anew for a toggle's value that is not known yet; `word` begins a test."""
-
     def _tests(self, c: Candidate, tag: str) -> None:
-        word = 'if'
         for place, test in enumerate(c.tests):
             rejects, reason = test.rejects, test.reason_source
             for name, value in test.bindings.items():
                 fresh = self.w.bind(f'{name}{tag}_{place}', value)
                 rejects, reason = rejects.replace(name, fresh), reason.replace(name, fresh)
-            with self.w.block(f'{word} {rejects}:'):
+            with self.w.block(f'{"elif" if place else "if"} {rejects}:'):
                 self.reject(c, tag, reason, 'availability' if test.unavailable else 'declared')
-            word = 'elif'
         if c.tests:
             with self.w.block('else:'):
                 self._verify(c, tag)
@@ -360,17 +354,17 @@ class Generator:
                 self.w.line('_d_o = _d_y[0]')
             else:
                 self.w.line(f'_d_o = {call}[0]')
-            # a comparison of a dynamic size is a SymBool, and no bug
+            # a comparison of a dynamic size is a SymBool, which is not a bug
             self.w.line('if _d_o is not True and _d_o is not False: _d_o = _d_decide(_d_o)')
-        with self.w.block('except _d_Exception as _d_error:' if self.plan.policy.strict else 'except _d_Exception:'):
-            self.bug(c, tag, method)
+        with self.w.block(self._except):
+            self.broken(c, tag, method, raised=True)
         with self.w.block('else:'):
             with self.w.block('if _d_o is True:'):
                 yes(c, tag)
             with self.w.block('elif _d_o is False:'):
                 no(c, tag)
             with self.w.block('else:'):
-                self.bad_return(c, tag, method)
+                self.broken(c, tag, method, raised=False)
 
 
 def _any_of(raws: list[str], group: tuple[tuple[Any, ...], ...]) -> str:
@@ -383,24 +377,13 @@ def _any_of(raws: list[str], group: tuple[tuple[Any, ...], ...]) -> str:
     return ' or '.join(one(values) for values in group)
 
 
-def unanswerable_text(case: Conditional, label: str) -> str:
-    """A condition that a call gives no answer to."""
+def unanswerable_text(case: Conditional) -> str:
+    """Says that a condition has no answer for this call."""
     assert case.condition is not None
-    text = f'the condition {case.condition.text!r} ({case.order.source}) has no answer for this call'
-    return f'{label}: {text}' if label else text
+    return f'the condition {case.condition.text!r} ({case.order.source}) has no answer for this call'
 
 
-def bug_text(c: Candidate, label: str, method: str) -> str:
-    """A method that raised what it must not."""
-    return f'{label}{": " if label else ""}{method} of backend {c.member.name!r} raised'
-
-
-def bad_text(c: Candidate, label: str, method: str) -> str:
-    """A verifier that returned what it must not."""
-    return f'{label}{": " if label else ""}{method} of backend {c.member.name!r} must return (True, None) or (False, reason)'
-
-
-def source_of(generator: Generator, name: str, check: str | None, first: str = '') -> str:
-    """The whole function's source."""
-    generator.body(check)
-    return '\n'.join([generator.signature.header(name, first), *generator.w.lines]) + '\n'
+def broken_text(c: Candidate, method: str, *, raised: bool) -> str:
+    """Says that a verifier or `prefers` raised, or returned something else than an answer."""
+    wrong = 'raised' if raised else 'must return (True, None) or (False, reason)'
+    return f'{method} of backend {c.member.name!r} {wrong}'

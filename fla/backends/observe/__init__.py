@@ -1,1 +1,1 @@
-"""What ran: traces, counters, telemetry, tables."""
+"""Traces, counters, telemetry, and tables of the registered backends."""

@@ -1,4 +1,4 @@
-"""What there is: registries, functions, backends, problems. None of it needs a call."""
+"""Registries, functions, backends and their problems. No call is needed."""
 
 from __future__ import annotations
 
@@ -15,43 +15,29 @@ _SUFFIXES = ('_verifier', '_prefers')
 
 
 def snapshot(dispatcher: Dispatcher) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """Every registry with its backends and where each was registered. Immutable; a picture, not a view."""
+    """An immutable copy of every registry: its backends and where each was registered."""
     picture = {}
     for operation, registry in sorted(dispatcher.registries.items()):
-        backends = {
-            entry.name: MappingProxyType(
-                {
-                    'impl_id': entry.backend.impl_id if entry.backend is not None else None,
-                    'priority': entry.backend.priority if entry.backend is not None else None,
-                    'origin': entry.origin,
-                    'by': entry.by,
-                    'error': entry.error,
-                    'verified': entry.backend.verified if entry.backend is not None else None,
-                }
-            )
-            for entry in registry.registrations()
-        }
-        picture[operation] = MappingProxyType(backends)
+        rows = {}
+        for entry in registry.registrations():
+            facts = {name: getattr(entry.backend, name, None) for name in ('impl_id', 'priority', 'verified')}
+            rows[entry.name] = MappingProxyType({**facts, 'origin': entry.origin, 'by': entry.by, 'error': entry.error})
+        picture[operation] = MappingProxyType(rows)
     return MappingProxyType(picture)
 
 
 def methods_of(backend: BaseBackend) -> dict[str, Callable[..., Any]]:
-    """The functions that a backend class says something about: public methods that BaseBackend does not have."""
-    found = {}
-    for name in dir(type(backend)):
-        # asked of the class: a property of the instance may need what is not there
-        if name.startswith('_') or hasattr(BaseBackend, name) or not callable(getattr(type(backend), name, None)):
-            continue
-        found[name] = getattr(backend, name)
-    return found
+    """Public methods that BaseBackend does not have: implementations, verifiers, `prefers`."""
+    cls = type(backend)
+    # tested on the class: a property of the instance may need a package that is not installed
+    names = [n for n in dir(cls) if not (n.startswith('_') or hasattr(BaseBackend, n)) and callable(getattr(cls, n, None))]
+    return {name: getattr(backend, name) for name in names}
 
 
 def function_name(method: str) -> str:
     """The function that a method belongs to: its own name without `_verifier` or `_prefers`."""
-    for suffix in _SUFFIXES:
-        if method.endswith(suffix):
-            return method.removesuffix(suffix)
-    return method
+    suffix = next((suffix for suffix in _SUFFIXES if method.endswith(suffix)), '')
+    return method.removesuffix(suffix)
 
 
 def _functions_of(dispatcher: Dispatcher, operation: str) -> list[LiveFunction]:
@@ -60,14 +46,12 @@ def _functions_of(dispatcher: Dispatcher, operation: str) -> list[LiveFunction]:
 
 
 def pending(dispatcher: Dispatcher) -> dict[str, list[str]]:
-    """Methods of functions that nobody has declared (yet), by 'operation.backend'."""
+    """Methods without a declared function, by 'operation.backend'."""
     found: dict[str, list[str]] = {}
     for operation, registry in dispatcher.registries.items():
-        known = {
-            entry.spec.name for entry in dispatcher.catalogue.functions(None if operation == '*' else operation).values()
-        }
+        declared = {function.spec.name for function in _functions_of(dispatcher, operation)}
         for backend in registry:
-            names = sorted({function_name(name) for name in methods_of(backend)} - known)
+            names = sorted({function_name(name) for name in methods_of(backend)} - declared)
             if names:
                 found[f'{operation}.{backend.backend_type}'] = names
     return found
@@ -78,57 +62,48 @@ def problems(dispatcher: Dispatcher) -> list[str]:
     dispatcher.discovery.load_all()
     other = conflict()
     found = [other] if other else []
-    found += [
-        f'operation {name!r}: its backends package failed: {text}'
-        for name, text in sorted(dict(dispatcher.discovery.errors).items())
-    ]
+    failed = sorted(dict(dispatcher.discovery.errors).items())
+    found += [f'operation {name!r}: its backends package failed: {text}' for name, text in failed]
     found += dispatcher.policies.environment_problems()
-    for plugin in dispatcher.plugins():
-        if plugin.error:
-            found.append(f'plugin {plugin.name} ({plugin.source}) failed: {plugin.error}')
+    found += [f'plugin {p.name} ({p.source}) failed: {p.error}' for p in dispatcher.plugins() if p.error]
     for operation, registry in sorted(dispatcher.registries.items()):
         for entry in registry.registrations():
             if entry.error:
                 found.append(f'{operation}.{entry.name} (registered at {entry.origin}) cannot be imported: {entry.error}')
             if entry.backend is not None:
-                texts = _lonely(entry.backend) + _facts_of_nobody(dispatcher, operation, entry.backend)
+                texts = _unpaired_methods(entry.backend) + _unused_facts(dispatcher, operation, entry.backend)
                 found += [f'{operation}.{entry.name}: {text}' for text in texts]
     for name, functions in sorted(pending(dispatcher).items()):
         found.append(f'{name}: no such function is known (yet): {", ".join(functions)}')
     for function in dispatcher.catalogue.functions().values():
         for member in function.members():
-            if member.implementation is None:
+            if member.implementation is None or member.backend.kind == 'default':
                 continue
             for name in (function.spec.name, *(function.spec.name + suffix for suffix in _SUFFIXES)):
                 method = getattr(member.backend, name, None)
-                if member.backend.kind != 'default' and callable(method):
+                if callable(method):
                     where = f'{function.spec.operation}.{member.name}.{name}'
                     found += [f'{where}: {text}' for text in function.spec.signature.drift(method)]
     return found
 
 
-def _facts_of_nobody(dispatcher: Dispatcher, operation: str, backend: BaseBackend) -> list[str]:
-    """Facts declared for parameters that none of the backend's functions has: nothing would ever test them."""
+def _unused_facts(dispatcher: Dispatcher, operation: str, backend: BaseBackend) -> list[str]:
+    """Facts declared for parameters that none of the backend's functions has, so that they are never tested."""
     methods = methods_of(backend)
-    served = [
-        e for e in dispatcher.catalogue.functions(None if operation == '*' else operation).values() if e.spec.name in methods
-    ]
-    parameters = {name for entry in served for name in entry.spec.signature.names}
+    served = [function.spec for function in _functions_of(dispatcher, operation) if function.spec.name in methods]
+    parameters = {name for spec in served for name in spec.signature.names}
     return [
-        f'{attribute} names parameter {name!r}, which {", ".join(sorted(e.spec.name for e in served))} does not have'
+        f'{attribute} names parameter {name!r}, which {", ".join(sorted(spec.name for spec in served))} does not have'
         for attribute in ('devices', 'dtypes')
         for name in getattr(backend, attribute) or ()
         if served and isinstance(getattr(backend, attribute), Mapping) and name not in parameters
     ]
 
 
-def _lonely(backend: BaseBackend) -> list[str]:
+def _unpaired_methods(backend: BaseBackend) -> list[str]:
     methods = methods_of(backend)
-    return [
-        f'{name} has no method {function_name(name)} beside it'
-        for name in methods
-        if name.endswith(_SUFFIXES) and function_name(name) not in methods
-    ]
+    unpaired = [name for name in methods if name.endswith(_SUFFIXES) and function_name(name) not in methods]
+    return [f'{name} has no method {function_name(name)} beside it' for name in unpaired]
 
 
 def describe(dispatcher: Dispatcher, operation: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""What is kept of one call: enough to tell who would serve it under another policy, and nothing that holds memory."""
+"""The record of one call: enough to select a backend for it under another policy. It holds no tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from fla.backends.core.spec import FunctionSpec
 from fla.backends.core.tensors import same
 
-# Flags are these, and None; a dtype is written {'dtype': 'bfloat16'}.
+# Types of flags besides dtypes, which are written {'dtype': 'bfloat16'}.
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -21,15 +21,14 @@ class Record:
 
     Attributes:
         function: 'operation.function'.
-        backend: which one ran. Under on_error='fallback' each that was tried has a record.
+        backend: the backend that ran. Under on_error='fallback' each backend that was tried has a record.
         tensors: parameter → (dtype, shape, device) of tensor arguments; empty for a compiled call.
-        flags: parameter → value of the arguments that are numbers, booleans, strings, dtypes and None, where not at their
-            default.
+        flags: parameter → value of numbers, booleans, strings, dtypes and None that differ from their default.
         compiled: recorded while a region was traced, not at a call.
-        strides: parameter → strides in elements, of the tensors that are not contiguous.
-        requires_grad: the tensors that do.
+        strides: parameter → strides in elements, of non-contiguous tensors.
+        requires_grad: parameters whose tensor requires grad.
         grad_mode: whether gradients were enabled.
-        lost: the arguments of no such kind that are not at their default, nested, sparse and quantised tensors among them.
+        lost: other arguments that differ from their default, such as nested, sparse and quantised tensors.
     """
 
     function: str
@@ -43,7 +42,7 @@ class Record:
     lost: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values; what is at its default from `strides` on is left out."""
+        """JSON-ready values. Default values of `strides` and later fields are left out."""
         made: dict[str, Any] = {
             'function': self.function,
             'backend': self.backend,
@@ -62,23 +61,16 @@ class Record:
         return made
 
     def arguments(self, device_of: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """What the call was made with, its tensors new and of unknown content.
-
-        Args:
-            device_of: parameter → device, for those that are to be made on another one.
-        """
+        """The call's arguments, with new uninitialised tensors. `device_of`: parameter → another device."""
         made = dict(self.flags)
         for name, (dtype, shape, device) in self.tensors.items():
             where = (device_of or {}).get(name, device)
-            kind = getattr(torch, dtype)
-            strides = self.strides.get(name)
-            made[name] = (
-                torch.empty(shape, dtype=kind, device=where)
-                if strides is None
-                else torch.empty_strided(shape, strides, dtype=kind, device=where)
-            )
-            if name in self.requires_grad:
-                made[name].requires_grad_()
+            kind, strides = getattr(torch, dtype), self.strides.get(name)
+            if strides is None:
+                tensor = torch.empty(shape, dtype=kind, device=where)
+            else:
+                tensor = torch.empty_strided(shape, strides, dtype=kind, device=where)
+            made[name] = tensor.requires_grad_(name in self.requires_grad)
         return made
 
     def __str__(self) -> str:
@@ -92,7 +84,7 @@ class Record:
 
 
 def record_of(spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | None) -> Record:
-    """What is kept of a call; `arguments` is None for one that is being compiled."""
+    """The record of a call. `arguments` is None for a call that is being compiled."""
     if arguments is None:
         return Record(spec.key, backend, {}, {}, compiled=True)
     tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
@@ -123,8 +115,8 @@ def record_of(spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | N
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """None for a tensor that its shape and strides do not describe: nested, sparse, quantised, of symbolic sizes, or a view
-    that is yet to be conjugated or negated."""
+    """None for a tensor that shape and strides do not describe: nested, sparse, quantised, of symbolic sizes, or a lazily
+    conjugated or negated view."""
     is_other = tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized
     if is_other or tensor.is_conj() or tensor.is_neg():
         return None

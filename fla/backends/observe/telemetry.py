@@ -1,15 +1,15 @@
 """Counters and times of dispatched calls, for dashboards.
 
-The code that counts is part of the plan of a state in which somebody counts; otherwise it does not exist. Outcomes:
+A plan contains counting code only while telemetry or an observer runs. Outcomes:
     served: the backend ran and returned;
-    raised: it raised, and so did the call; of backend 'none': those before it had failed, and nobody else took the call;
+    raised: it raised, and so did the call; backend 'none': every candidate that was tried had failed;
     failed: it raised, and the call went on to the next candidate (on_error=fallback);
-    open: its circuit breaker kept it out;
-    no_backend: nobody took the call; the backend is then 'none';
-    compiled: the call was traced by torch.compile. Compiled regions run no Python, so it is counted once per trace.
+    open: its circuit breaker excluded it;
+    no_backend: no candidate accepted the call; the backend is 'none';
+    compiled: torch.compile traced the call. Compiled regions run no Python, so each trace counts once.
 
-Times are opt-in, and of served calls only. One on CUDA tensors is timed with a pair of events that are read when somebody
-asks, never waited for; any other by the host's clock.
+Timing is optional and covers served calls. Calls with CUDA tensors are timed by a pair of events, which are read on demand
+and never waited for; other calls by the host's clock.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from fla.backends.core import logs
-from fla.backends.core.errors import DispatchError, unknown_name
+from fla.backends.core.errors import unknown_name
 from fla.backends.core.execution import in_capture
 from fla.backends.core.locking import lock
-from fla.backends.core.spec import FunctionSpec
 from fla.backends.fallback.breaker import CLOSED, HALF_OPEN, OPEN
+from fla.backends.observe.recording import Recording
 from fla.backends.policy.policy import normalise
 from fla.backends.runtime.dispatcher import Dispatcher, entry_of, owner_of
-from fla.backends.runtime.recorders import OUTCOMES
+from fla.backends.runtime.recorders import OUTCOMES, Recorder
 
 # Upper bounds in seconds of the histogram's buckets, from a decode step to a long prefill.
 BUCKETS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -43,14 +42,14 @@ HOST, CUDA = 'host', 'cuda'
 
 @dataclass(frozen=True)
 class CallEvent:
-    """What one backend did in one call, as observers get it.
+    """The outcome of one backend in one call, for observers.
 
     Attributes:
         function: 'operation.function'.
-        backend: its name; 'none' where no candidate was left.
+        backend: its name; 'none' if no candidate was left.
         outcome: one of `OUTCOMES`.
-        seconds: time on the host's clock, where it was taken: of served calls. CUDA events are read later.
-        error: what was raised.
+        seconds: host time of a served call, if it was timed. CUDA events are read later.
+        error: the exception that was raised.
     """
 
     function: str
@@ -65,7 +64,7 @@ Observer = Callable[[CallEvent], None]
 
 @dataclass
 class Histogram:
-    """Durations of one (function, backend, clock): how many, their sum, smallest and largest, and per bucket."""
+    """Durations in seconds of one (function, backend, clock): count, sum, minimum, maximum, and a count per bucket."""
 
     count: int = 0
     seconds: float = 0.0
@@ -74,23 +73,22 @@ class Histogram:
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
 
     def add(self, seconds: float) -> None:
-        """One more."""
         self.count += 1
         self.seconds += seconds
         self.min, self.max = min(self.min, seconds), max(self.max, seconds)
         self.buckets[bisect.bisect_left(BUCKETS, seconds)] += 1
 
 
-class Telemetry:
-    """Counts the dispatched calls of the whole process while it is entered, or between `start()` and `stop()`.
+class Telemetry(Recording):
+    """Counts the dispatched calls of the whole process inside `with`, or between `start()` and `stop()`.
 
     Args:
-        timing: take times, too.
-        pending: how many CUDA timings may wait to be read; what comes beyond is dropped, and counted as dropped.
+        timing: time served calls, too.
+        pending: most CUDA timings that may wait to be read; more are dropped, and counted in `dropped`.
         dispatcher: the namespace; default: fla's own.
     """
 
-    wants_calls, wants_outcomes = False, True
+    verb, wants_outcomes = 'telemetry', True
 
     def __init__(self, timing: bool = False, pending: int = 10_000, dispatcher: Dispatcher | None = None) -> None:
         if not isinstance(timing, bool):
@@ -105,42 +103,15 @@ class Telemetry:
         self._timings: dict[tuple[str, str, str], Histogram] = {}
         self._pending: deque[tuple[str, str, Any, Any]] = deque()
 
-    def __enter__(self) -> Telemetry:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
-
-    def start(self) -> Telemetry:
-        """Begin to count; returns itself, as in `t = telemetry().start()`.
-
-        Raises:
-            DispatchError: if it is counting already; a call would count twice.
-        """
-        self.dispatcher.policies.warn_in_baseline('telemetry()')
-        if not self.dispatcher.start_recording(self):
-            raise DispatchError('this telemetry is counting already: use another one, `with telemetry() as t:`')
-        return self
-
-    def stop(self) -> None:
-        """End counting; the counts stay."""
-        self.dispatcher.stop_recording(self)
-
     def clear(self) -> None:
         """Count from zero."""
         with lock:
             self._calls, self._timings, self.dropped = {}, {}, 0
             self._pending = deque()
-            self._times_cleared += 1  # what `collect` is reading at this moment does not come back
-
-    # -- called for generated code ------------------------------------------------------------------------------------
-
-    def call(self, spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | None) -> None:
-        """Not asked for."""
+            self._times_cleared += 1  # so that a `collect` on another thread drops the events that it is reading
 
     def outcome(self, key: tuple[str, str, str], took: Any, error: BaseException | None) -> None:
-        """Count one (function, backend, outcome); `took` is a time in seconds, or a pair of CUDA events."""
+        """Count one (function, backend, outcome)."""
         with lock:
             self._calls[key] = self._calls.get(key, 0) + 1
             if took is None or not self.timing:
@@ -153,18 +124,12 @@ class Telemetry:
                 self.dropped += 1
 
     def _timing(self, function: str, backend: str, clock: str) -> Histogram:
-        found = self._timings.get((function, backend, clock))
-        if found is None:
-            found = self._timings[function, backend, clock] = Histogram()
-        return found
-
-    # -- for people ---------------------------------------------------------------------------------------------------
+        return self._timings.setdefault((function, backend, clock), Histogram())
 
     def collect(self) -> int:
-        """Read the CUDA events that the device has passed, without waiting for any; returns how many still wait.
+        """Read the CUDA events that the device has passed, without waiting; returns how many are still pending.
 
-        Not on the way of a call, because asking an event is not allowed while a CUDA graph is captured; then this does
-        nothing.
+        Calls never do this, because an event may not be queried during CUDA graph capture; there this does nothing.
         """
         if not self._pending or in_capture():
             return len(self._pending)
@@ -189,17 +154,13 @@ class Telemetry:
         return len(self._pending)
 
     def after_fork_in_child(self) -> None:
-        """The child cannot read the parent's CUDA events."""
+        """Drops the parent's CUDA events, which the child cannot read."""
         self._pending.clear()
 
     def count(
         self, function: str | Callable[..., Any] | None = None, backend: str | None = None, outcome: str | None = None
     ) -> int:
-        """How many calls are counted under these, None for any.
-
-        Raises:
-            UnknownNameError: for a function, backend or outcome that nobody knows.
-        """
+        """Number of calls with this function, backend and outcome; None means any. Raises UnknownNameError."""
         if callable(function):
             function = entry_of(function).spec.key
         name = None if backend is None else normalise(backend)
@@ -216,7 +177,7 @@ class Telemetry:
         return sum(n for key, n in named if all(w in (None, k) for w, k in zip(wanted, key, strict=True)))
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything as JSON-ready values: `calls`, `timings`, `breakers`, `pending` and `dropped` timings."""
+        """JSON-ready values: `calls`, `timings`, `breakers`, `pending` and `dropped` timings."""
         pending = self.collect()
         with lock:
             calls = sorted(self._calls.items())
@@ -254,7 +215,7 @@ class Telemetry:
         return text
 
     def to_prometheus(self) -> str:
-        """The snapshot in Prometheus' text exposition format, version 0.0.4."""
+        """The snapshot in Prometheus' text format, version 0.0.4."""
         return prometheus_text(self.snapshot(), self.dispatcher.env_prefix)
 
 
@@ -264,32 +225,24 @@ def telemetry(timing: bool = False, pending: int = 10_000, dispatcher: Dispatche
 
 
 def add_observer(observer: Observer, dispatcher: Dispatcher | None = None) -> Callable[[], None]:
-    """Call `observer(event)` with a `CallEvent` after every dispatched call, in the call's thread; returns what ends it.
-
-    What an observer raises is logged once and harms no call.
-    """
+    """Call `observer(event)` with a `CallEvent` after every dispatched call, in the call's thread. Returns a function that
+    removes the observer. An exception from an observer is logged once and does not reach the call."""
     owner = owner_of(dispatcher)
     if not callable(observer):
         raise TypeError(f'an observer is a function of a CallEvent, got {observer!r}')
     owner.policies.warn_in_baseline('add_observer()')
-    recorder = _Observing(observer)  # a new one: the same observer may be added twice
+    recorder = _ObserverRecorder(observer)  # a new one: the same observer may be added twice
     owner.start_recording(recorder)
     return lambda: owner.stop_recording(recorder)
 
 
-class _Observing:
-    """Tells an observer of each outcome."""
-
-    wants_calls, wants_outcomes, wants_times = False, True, False
+class _ObserverRecorder(Recorder):
+    wants_outcomes = True
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
 
-    def call(self, spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | None) -> None:
-        """Not asked for."""
-
     def outcome(self, key: tuple[str, str, str], took: Any, error: BaseException | None) -> None:
-        """Call the observer with an event."""
         event = CallEvent(*key, took if isinstance(took, float) else None, error)
         try:
             self.observer(event)
@@ -297,88 +250,75 @@ class _Observing:
             logged = 'observer', id(self.observer)
             logs.once(logged, logging.ERROR, 'observer %r raised for %s', self.observer, event, exc_info=True)
 
-    def after_fork_in_child(self) -> None:
-        """A forked child keeps its observers."""
-
 
 # -- Prometheus ---------------------------------------------------------------------------------------------------------
 
+Sample = tuple[str, Mapping[str, str], float]
+
 
 def prometheus_text(snapshot: Mapping[str, Any], prefix: str) -> str:
-    """A snapshot in Prometheus' text exposition format."""
+    """A snapshot in Prometheus' text format."""
     prefix = re.sub(r'[^a-z0-9_]', '_', prefix.lower())
     prefix = f'{"_" if prefix[:1].isdigit() else ""}{prefix}_dispatch'
-    lines: list[str] = []
-
-    def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, Mapping[str, str], float | int]]) -> None:
-        full = f'{prefix}_{name}'
-        lines.append(f'# HELP {full} {_escape_help(text)}')
-        lines.append(f'# TYPE {full} {kind}')
-        for suffix, labels, value in samples:
-            lines.append(f'{full}{suffix}{_labels(labels)} {_number(value)}')
-
-    family(
-        'calls_total',
-        'counter',
-        'Dispatched calls by function, backend and outcome.',
-        (('', _pick(row, 'function', 'backend', 'outcome'), row['count']) for row in snapshot['calls']),
-    )
-    family(
-        'duration_seconds',
-        'histogram',
-        'Time of dispatched calls, by the clock that took it: CUDA events or the host.',
-        (sample for row in snapshot['timings'] for sample in _histogram(row)),
-    )
-    family(
-        'timings_dropped_total',
-        'counter',
-        'Timings that were not kept because too many waited to be read.',
-        [('', {}, snapshot['dropped'])],
-    )
-    family(
-        'circuit_state',
-        'gauge',
-        'State of the circuit breakers: 1 for the state that holds.',
+    calls, timings, breakers = snapshot['calls'], snapshot['timings'], snapshot['breakers']
+    families: list[tuple[str, str, str, Iterable[Sample]]] = [
         (
-            ('', {**_pick(row, 'function', 'backend'), 'state': state}, int(row['state'] == state))
-            for row in snapshot['breakers']
-            for state in (CLOSED, OPEN, HALF_OPEN)
+            'calls_total',
+            'counter',
+            'Dispatched calls by function, backend and outcome.',
+            (('', _pick(row, 'outcome'), row['count']) for row in calls),
         ),
-    )
-    family(
-        'circuit_failures_total',
-        'counter',
-        'Failures that count for the circuit breakers.',
-        (('', _pick(row, 'function', 'backend'), row['total_failures']) for row in snapshot['breakers']),
-    )
+        (
+            'duration_seconds',
+            'histogram',
+            'Time of dispatched calls, by the clock that took it: CUDA events or the host.',
+            (sample for row in timings for sample in _histogram(row)),
+        ),
+        (
+            'timings_dropped_total',
+            'counter',
+            'Timings that were dropped because too many were pending.',
+            [('', {}, snapshot['dropped'])],
+        ),
+        (
+            'circuit_state',
+            'gauge',
+            'State of the circuit breakers: 1 for the state that holds.',
+            (
+                ('', {**_pick(row), 'state': state}, int(row['state'] == state))
+                for row in breakers
+                for state in (CLOSED, OPEN, HALF_OPEN)
+            ),
+        ),
+        (
+            'circuit_failures_total',
+            'counter',
+            'Failures that count for the circuit breakers.',
+            (('', _pick(row), row['total_failures']) for row in breakers),
+        ),
+    ]
+    lines = []
+    for name, kind, text, samples in families:
+        full = f'{prefix}_{name}'
+        lines += [f'# HELP {full} {text}', f'# TYPE {full} {kind}']
+        lines += [f'{full}{suffix}{_labels(labels)} {value!r}' for suffix, labels, value in samples]
     return '\n'.join(lines) + '\n'
 
 
-def _histogram(row: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, str], float | int]]:
-    labels, total = _pick(row, 'function', 'backend', 'clock'), 0
+def _histogram(row: Mapping[str, Any]) -> Iterable[Sample]:
+    labels, total = _pick(row, 'clock'), 0
     for bound, count in row['buckets']:
         total += count
-        yield '_bucket', {**labels, 'le': '+Inf' if bound is None else _number(bound)}, total
+        yield '_bucket', {**labels, 'le': '+Inf' if bound is None else repr(bound)}, total
     yield '_sum', labels, row['seconds']
     yield '_count', labels, row['count']
 
 
-def _pick(row: Mapping[str, Any], *names: str) -> dict[str, str]:
-    return {name: str(row[name]) for name in names}
+def _pick(row: Mapping[str, Any], *more: str) -> dict[str, str]:
+    return {name: str(row[name]) for name in ('function', 'backend', *more)}
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    inner = ','.join(f'{name}="{_escape_label(value)}"' for name, value in labels.items())
+    escapes = str.maketrans({'\\': r'\\', '\n': r'\n', '"': r'\"'})
+    inner = ','.join(f'{name}="{value.translate(escapes)}"' for name, value in labels.items())
     return f'{{{inner}}}' if inner else ''
-
-
-def _escape_help(text: str) -> str:
-    return text.replace('\\', r'\\').replace('\n', r'\n')
-
-
-def _escape_label(text: str) -> str:
-    return _escape_help(text).replace('"', r'\"')
-
-
-def _number(value: float | int) -> str:
-    return repr(value)

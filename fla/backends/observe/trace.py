@@ -1,7 +1,7 @@
-"""What ran: a record of calls while somebody asks for it.
+"""Traces: a record of every dispatched call.
 
-The code that records is part of the plan of a tracing state; without a trace it does not exist. Compiled regions run no
-Python: each dispatched call in them is recorded once, when it is traced, and marked so.
+A plan contains recording code only while a trace runs. Compiled regions run no Python: a dispatched call in one is recorded
+once, when it is traced, and marked `compiled`.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from fla.backends.core.errors import DispatchError
 from fla.backends.core.locking import lock
 from fla.backends.core.spec import FunctionSpec
+from fla.backends.observe.recording import Recording
 from fla.backends.observe.records import Record, record_of
 from fla.backends.runtime.dispatcher import Dispatcher, owner_of
 
 
-class Trace:
-    """Records the dispatched calls of the whole process while it is entered.
+class Trace(Recording):
+    """Records the dispatched calls of the whole process inside `with`, or between `start()` and `stop()`.
 
     Args:
-        limit: how many records are kept, the newest. Counters count all.
+        limit: number of newest records that are stored. Counters count all calls.
         dispatcher: the namespace; default: fla's own.
     """
 
-    wants_calls, wants_outcomes, wants_times = True, False, False
+    verb, wants_calls = 'trace', True
 
     def __init__(self, limit: int = 100_000, dispatcher: Dispatcher | None = None) -> None:
         if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= sys.maxsize:
@@ -39,53 +39,23 @@ class Trace:
         self.records: deque[Record] = deque(maxlen=limit)
         self.counters: Counter[tuple[str, str]] = Counter()
 
-    def __enter__(self) -> Trace:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Begin to record.
-
-        Raises:
-            DispatchError: if it is recording already; a call would count twice.
-        """
-        self.dispatcher.policies.warn_in_baseline('trace()')
-        if not self.dispatcher.start_recording(self):
-            raise DispatchError('this trace is recording already: use another one, `with trace() as t:`')
-
-    def stop(self) -> None:
-        """End recording; the records stay."""
-        self.dispatcher.stop_recording(self)
-
     def __iter__(self) -> Iterator[Record]:
-        with lock:  # calls go on
+        with lock:  # other threads record meanwhile
             return iter(tuple(self.records))
 
     def __len__(self) -> int:
         return len(self.records)
 
     def call(self, spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | None) -> None:
-        """Called by generated code; `arguments` is None for a call that is being compiled."""
+        """Record a call."""
         made = record_of(spec, backend, arguments)
         with lock:
             self.records.append(made)
             self.counters[spec.key, backend] += 1
 
-    def outcome(self, key: tuple[str, str, str], took: Any, error: BaseException | None) -> None:
-        """Not asked for."""
-
-    def after_fork_in_child(self) -> None:
-        """A forked child keeps the records."""
-
     def last_backend(self, function: str) -> str:
-        """The backend that ran last for a function ('kda.chunk_kda', or 'kda' for any of the operation).
-
-        Raises:
-            LookupError: if no such call was recorded.
-        """
+        """The backend that ran last for a function ('kda.chunk_kda') or an operation ('kda'). Raises LookupError if no such
+        call was recorded."""
         for record in reversed(tuple(self)):
             if record.function == function or record.function.rpartition('.')[0] == function:
                 return record.backend
@@ -98,6 +68,12 @@ class Trace:
         if path is not None:
             Path(path).write_text(text, encoding='utf-8')
         return text
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        with lock:
+            self.records.clear()
+            self.counters.clear()
 
     def summary(self) -> str:
         """A table of the counters."""
@@ -119,21 +95,13 @@ def _running(dispatcher: Dispatcher | None) -> Trace:
 
 
 def last_backend(function: str, dispatcher: Dispatcher | None = None) -> str:
-    """The backend that ran last, while a trace is running.
-
-    Raises:
-        DispatchError: if none is.
-        LookupError: if no such call was recorded.
-    """
+    """The backend that ran last, while a trace is running. Raises DispatchError without a trace, LookupError if no such call
+    was recorded."""
     return _running(dispatcher).last_backend(function)
 
 
 def counters(dispatcher: Dispatcher | None = None) -> dict[tuple[str, str], int]:
-    """Calls by (function, backend), while a trace is running.
-
-    Raises:
-        DispatchError: if none is.
-    """
+    """Number of calls by (function, backend), while a trace is running. Raises DispatchError without a trace."""
     return dict(_running(dispatcher).counters)
 
 
@@ -147,10 +115,3 @@ def environment_trace(dispatcher: Dispatcher) -> Trace:
 
     atexit.register(report)
     return made
-
-
-def forget_environment_trace(dispatcher: Dispatcher) -> None:
-    """For `reset()`: the calls recorded for FLA_DISPATCH_TRACE so far are not reported."""
-    started = dispatcher.policies.environment_recorder
-    if isinstance(started, Trace):
-        started.counters.clear()

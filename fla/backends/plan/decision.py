@@ -1,4 +1,4 @@
-"""A decision is a value: who would run, every candidate with its verdict and reason, and the error where none would."""
+"""A decision is a value: the selected backend, every candidate with its verdict and reason, or the error."""
 
 from __future__ import annotations
 
@@ -12,20 +12,29 @@ from fla.utils.owners import with_conflict
 
 CAN_RUN = ('chosen', 'eligible', 'demoted')
 
+# verdict → what to do
+_ADVICE = {
+    'excluded': 'relax the policy named in brackets',
+    'disabled': 'switch a disabled backend on',
+    'unavailable': 'install what is missing or move the tensors to a device that is supported',
+    'rejected': 'change the argument that a candidate names',
+    'open': 'wait for a circuit to close, or reset() its breaker()',
+}
+
 
 @dataclass(frozen=True)
 class CandidateReport:
     """One candidate of a decision.
 
     Attributes:
-        name, impl_id, kind: which one.
-        verdict: 'chosen', 'eligible' (would also serve the call), 'demoted' (can, but says it should not), 'rejected' (by a
-            test or its verifier), 'open' (kept out by its circuit breaker), 'disabled' (toggle), 'excluded' (policy),
-            'unavailable', or 'bug'.
-        reason: why, None for the chosen and the eligible.
-        source: who says so: a policy layer, a variable, 'availability', 'verifier', 'priority' …
+        name, impl_id, kind: identity of the backend.
+        verdict: 'chosen', 'eligible' (also accepts the call), 'demoted' (accepts it, but its `prefers` does not),
+            'rejected' (by a test or its verifier), 'open' (excluded by its circuit breaker), 'disabled' (toggle),
+            'excluded' (policy), 'unavailable', or 'bug'.
+        reason: None if chosen or eligible.
+        source: origin of the verdict: a policy layer, a variable, 'availability', 'verifier', 'priority' …
         priority: lower is asked earlier.
-        notes: what else is worth knowing: never verified on its real package, skipped in compiled code, assumed installed.
+        notes: such as: never verified on its real package, skipped in compiled code, assumed installed.
     """
 
     name: str
@@ -39,28 +48,28 @@ class CandidateReport:
 
     @property
     def can_run(self) -> bool:
-        """Whether it would serve the call, first or where those before it do not."""
+        """Whether it accepts the call."""
         return self.verdict in CAN_RUN
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
+        """JSON-ready values."""
         return {**self.__dict__, 'notes': list(self.notes)}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a call would do, and why. `str()` of it is a table.
+    """Which backend a call would run, and why. `str()` gives a table.
 
     Attributes:
         function: 'operation.function'.
-        winner: name of the backend that would run, None if the call would raise.
-        error: why the call would raise, None if it would not.
-        candidates: every candidate in the order they are asked.
-        order: which policy layer decided the order ('priority' where none did).
-        platform: platform of the call ('any' where the decision does not depend on it).
-        arguments: name → what came, for tensors dtype, shape and device.
-        member: the chosen candidate as the framework holds it.
-        rules: the conditional orders that were asked, each with its answer, and those that the function cannot answer.
+        winner: name of the backend that would run; None if the call would raise.
+        error: why the call would raise, or None.
+        candidates: every candidate in the order in which they are asked.
+        order: the policy layer that decided the order; 'priority' if none did.
+        platform: platform of the call; 'any' if the decision does not depend on it.
+        arguments: name → short text; dtype, shape and device of tensors.
+        member: the chosen candidate, for the framework.
+        rules: the conditional orders with their answers, and those that do not fit the function.
     """
 
     function: str
@@ -80,17 +89,10 @@ class Decision:
         raise unknown_name('candidate', name, [c.name for c in self.candidates], f' of {self.function}')
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
-        return {
-            'function': self.function,
-            'winner': self.winner,
-            'error': self.error,
-            'order': self.order,
-            'platform': self.platform,
-            'arguments': dict(self.arguments),
-            'rules': list(self.rules),
-            'candidates': [candidate.to_dict() for candidate in self.candidates],
-        }
+        """JSON-ready values."""
+        fields = {name: getattr(self, name) for name in ('function', 'winner', 'error', 'order', 'platform')}
+        candidates = [candidate.to_dict() for candidate in self.candidates]
+        return {**fields, 'arguments': dict(self.arguments), 'rules': list(self.rules), 'candidates': candidates}
 
     def __str__(self) -> str:
         head = f'{self.function} on {self.platform}: {self.winner or "raises: " + str(self.error)} (order: {self.order})'
@@ -106,39 +108,19 @@ class Decision:
         return lines + [f'  {rule}' for rule in self.rules]
 
     def error_text(self) -> str:
-        """The message of NoBackendError: every candidate with its reason, the arguments, and what to do."""
+        """The message of NoBackendError: every candidate with its reason, the arguments, and advice."""
+        head = f'{self.function}: {self.error or "no candidate accepts the call"}'
         arguments = ', '.join(f'{name}: {text}' for name, text in self.arguments.items())
-        return with_conflict(
-            '\n'.join(
-                [
-                    f'{self.function}: {self.error or "no candidate accepts the call"}',
-                    *self._table(),
-                    f'  arguments: {arguments}',
-                    f'  {self._advice()}',
-                ]
-            )
-        )
-
-    def _advice(self) -> str:
         verdicts = {c.verdict for c in self.candidates}
-        advice = []
-        if 'excluded' in verdicts:
-            advice.append('relax the policy named in brackets')
-        if 'disabled' in verdicts:
-            advice.append('switch a disabled backend on')
-        if 'unavailable' in verdicts:
-            advice.append('install what is missing or move the tensors to a device that is supported')
-        if 'rejected' in verdicts:
-            advice.append('change the argument that a candidate names')
-        if 'open' in verdicts:
-            advice.append('wait for a circuit to close, or reset() its breaker()')
-        return f'What to do: {", or ".join(advice) or "register a backend for this operation"}.'
+        advice = ', or '.join(text for verdict, text in _ADVICE.items() if verdict in verdicts)
+        advice = f'What to do: {advice or "register a backend for this operation"}.'
+        return with_conflict('\n'.join([head, *self._table(), f'  arguments: {arguments}', f'  {advice}']))
 
 
 class NoBackendError(DispatchError, NotImplementedError):
     """No candidate accepts this call. `decision` holds every candidate with its reason; None inside compiled code."""
 
-    # no __init__ of its own: Dynamo could not trace it, nor an `except NoBackendError` in compiled code
+    # without an __init__, which Dynamo could not trace, nor an `except NoBackendError` in compiled code
     decision: Decision | None = None
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The backends of one function: which of the registered ones have a method of its name, and how each is called."""
+"""The backends of one function: the registered ones that have a method of its name, and the default."""
 
 from __future__ import annotations
 
@@ -31,22 +31,18 @@ def collect(
     toggles: Toggles,
     check_methods: CheckMethods,
 ) -> tuple[Member, ...]:
-    """The members of a function by priority, its default included. Runs code of the backends: never under the lock.
+    """The members of a function by priority, its default included. Runs code of the backends: never call it under the lock.
 
     Args:
         default: the decorated function as a backend.
-        registrations: (rank among equal priorities, registration) of the backends that serve the operation.
+        registrations: (rank among equal priorities, registration) of the operation's backends.
         check_methods: compares a backend's methods with the function; raises RegistrationError under strict.
     """
-    found: list[tuple[float, int, Member]] = []
-    for rank, registration in registrations:
-        member = _registered(spec, registration, toggles, check_methods)
-        if member is not None:
-            found.append((member.priority, rank, member))
-    own = _member(spec, default, toggles, spec.default, spec.default_verifier, None, spec.place)
-    # behind registered backends of the same priority
-    found.append((own.priority, 2, own))
-    return tuple(member for _, _, member in sorted(found, key=lambda item: item[:2]))
+    found = [(rank, _registered(spec, registration, toggles, check_methods)) for rank, registration in registrations]
+    # rank 2: behind registered backends of the same priority
+    found.append((2, _member(spec, default, toggles, spec.default, spec.default_verifier, None, spec.place)))
+    members = [(member.priority, rank, member) for rank, member in found if member is not None]
+    return tuple(member for _, _, member in sorted(members, key=lambda item: item[:2]))
 
 
 def _registered(
@@ -54,21 +50,19 @@ def _registered(
 ) -> Member | None:
     backend, name = registration.backend, spec.name
     if backend is None:
-        # shown although it may lack a method of that name: an import error must be visible
+        # listed although it may lack a method of that name: an import error must be visible
         reason = f'cannot be imported: {registration.error or "not imported yet"}'
         return _stand_in('NotImported', registration, reason)
     try:
         check_declaration(backend)
     except RegistrationError as error:
-        # right when it was registered, changed since
+        # changed since it was registered
         return _stand_in('Broken', registration, str(error))
     implementation = getattr(backend, name, None)
     if not callable(implementation):
         return None
     check_methods(spec, backend)
-    verifier = getattr(backend, f'{name}_verifier', None)
-    if overrides(backend, 'verify'):
-        verifier = _through_verify(backend, name)
+    verifier = _call_verify(backend, name) if overrides(backend, 'verify') else getattr(backend, f'{name}_verifier', None)
     prefers = getattr(backend, f'{name}_prefers', None)
     return _member(spec, backend, toggles, implementation, verifier, prefers, registration.origin)
 
@@ -88,17 +82,19 @@ def _member(
     origin: str,
 ) -> Member:
     unusable = None
-    calls: list[Callee | None] = [None, None, None]
-    for place, method in enumerate((implementation, verifier, prefers)):
+    calls: dict[str, Callee] = {}
+    for what, method in (('method', implementation), ('verifier', verifier), ('prefers', prefers)):
         try:
-            calls[place] = None if method is None else spec.signature.call(method)
+            if method is not None:
+                calls[what] = spec.signature.call(method)
         except (TypeError, ValueError) as error:
-            unusable = f'a method without a signature that can be read: {error}'
-    for what, call in zip(('its method', 'its verifier', 'its prefers'), calls, strict=True):
-        if call is not None and call.unfillable:
-            unusable = f'{what} needs {", ".join(map(repr, call.unfillable))}, which {spec.name} does not have'
+            unusable = f'the signature of its {what} cannot be read: {error}'
+    for what, call in calls.items():
+        if call.unfillable:
+            unusable = f'its {what} needs {", ".join(map(repr, call.unfillable))}, which {spec.name} does not have'
     untraceable = _untraceable(backend, toggles, verifier, prefers)
-    return Member(backend, implementation, calls[0], verifier, calls[1], prefers, calls[2], unusable, untraceable, origin)
+    own, verify, prefer = map(calls.get, ('method', 'verifier', 'prefers'))
+    return Member(backend, implementation, own, verifier, verify, prefers, prefer, unusable, untraceable, origin)
 
 
 def _untraceable(backend: BaseBackend, toggles: Toggles, *methods: Callable[..., Any] | None) -> str | None:
@@ -106,17 +102,16 @@ def _untraceable(backend: BaseBackend, toggles: Toggles, *methods: Callable[...,
         return 'the backend says traceable = False'
     if overrides(backend, 'verify'):
         methods += (backend.verify,)
-    for method in methods:
-        found = findings(method) if method is not None else []
-        if found:
-            return str(found[0])
+    found = next((finding for method in methods if method is not None for finding in findings(method)), None)
+    if found is not None:
+        return str(found)
     if backend.kind != 'default' and toggles.gate(backend).ask is not None:
         return f'{location(backend.is_enabled)}: is_enabled() reads a variable that is not declared; name it in extra_env'
     return None
 
 
-def _through_verify(backend: BaseBackend, name: str) -> Callable[..., Any]:
-    """The verifier of a backend that overrides `verify()` itself."""
+def _call_verify(backend: BaseBackend, name: str) -> Callable[..., Any]:
+    """The verifier of a backend that overrides `verify()`."""
 
     def verifier(*args: Any, **kwargs: Any) -> Any:
         return backend.verify(name, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""The ordered candidates of one function under one policy: a pure function of what is passed in.
+"""The ordered candidates of one function under one policy: a pure function of its arguments.
 
-A plan is data. `codegen` turns it into the code of a call and, from the same data, into the code of `explain`.
+A plan is data. `codegen` turns it into the code of a call, and into the code of `explain`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from fla.backends.policy.precedence import Boost, Conditional, Directive, Resolv
 from fla.backends.policy.toggles import Gate
 from fla.utils.devices import Device
 
+# Why a candidate cannot be reached: (verdict, reason, source).
+Out = tuple[str, Reason, str]
+
 
 @dataclass(frozen=True)
 class Test:
-    """One generated test: a source expression that is true where the candidate cannot serve the call.
+    """One generated test.
 
-    `values` is source of the values that `reason` (a template) needs, evaluated only by those who show reasons; without a
-    template it is the whole reason. `unavailable` tells a device that will not do from a call that will not do.
+    Attributes:
+        rejects: source of an expression that is true if the candidate cannot serve the call.
+        reason: the reason, a template for `values`.
+        values: source of the template's values, or of the whole reason if `reason` is empty. Evaluated only to show it.
+        bindings: objects that the sources name.
+        unavailable: the device is unsuitable, not the call.
     """
 
     rejects: str
@@ -37,7 +44,7 @@ class Test:
 
     @property
     def reason_source(self) -> str:
-        """Source of the reason as a verifier would give it."""
+        """Source of the reason, in the form that verifiers return."""
         if not self.reason:
             return self.values
         return f'({self.reason!r}, {self.values})' if self.values else repr(self.reason)
@@ -45,7 +52,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Member:
-    """A backend as a function sees it, before any policy and platform: its methods and how they are called."""
+    """A backend of a function, independent of policy and platform: its methods and how they are called."""
 
     backend: BaseBackend
     implementation: Callable[..., Any] | None
@@ -60,26 +67,29 @@ class Member:
 
     @property
     def name(self) -> str:
-        """The name policy tokens use."""
+        """The name in policy tokens."""
         return self.backend.backend_type
 
     @property
     def priority(self) -> float:
-        """Lower is asked earlier. A reference stands last unless its class says otherwise."""
-        backend = self.backend
-        if backend.kind == 'reference' and backend.priority == DEFAULT_PRIORITY:
-            return REFERENCE_PRIORITY
-        return backend.priority
+        """Lower is asked earlier. A reference is last unless its class declares a priority."""
+        own, kind = self.backend.priority, self.backend.kind
+        return REFERENCE_PRIORITY if kind == 'reference' and own == DEFAULT_PRIORITY else own
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A member in its place in the order, on one platform. `out` is why it cannot be reached at all: (verdict, reason,
-    source); it is then shown by `explain` and absent from the code of a call. `overridden` is the filter or toggle that a
-    forced choice ignores; `boosts` are what was added to its priority, and by whom."""
+    """A member at its place in the order, on one platform.
+
+    Attributes:
+        out: (verdict, reason, source) if no call can reach it: `explain` shows it, and the code of a call leaves it out.
+        wished: the policy names it; a warning says when it does not take a call.
+        overridden: the filter or toggle that a forced choice ignores.
+        boosts: additions to its priority, and their sources.
+    """
 
     member: Member
-    out: tuple[str, Reason, str] | None = None
+    out: Out | None = None
     gate: Gate | None = None
     tests: tuple[Test, ...] = ()
     wished: bool = False
@@ -89,18 +99,18 @@ class Candidate:
 
     @property
     def accepts_always(self) -> bool:
-        """Whether nothing after this candidate can ever be reached."""
+        """Whether no later candidate can be reached."""
         return not (self.out or self.gate or self.tests or self.member.verifier or self.member.untraceable or self.demotable)
 
     @property
     def demotable(self) -> bool:
-        """Whether its own `<fn>_prefers` may put it behind the others."""
+        """Whether its `<fn>_prefers` may put it behind the others."""
         return self.asks_preference and self.member.prefers is not None
 
 
 @dataclass(frozen=True)
 class Case:
-    """The order of the calls that a condition holds for."""
+    """The order for calls that satisfy a condition."""
 
     conditional: Conditional
     chain: tuple[Candidate, ...]
@@ -108,13 +118,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a function does on each platform seen so far.
+    """The candidates of a function on each platform of the calls so far.
 
     Attributes:
-        chains: platform → every candidate, in order, those that are out included.
-        cases: platform → what is asked first: where a condition holds, its chain is the call's. It has the same candidates
-            as the platform's chain.
-        by_platform: whether calls must be told apart by platform; if not, the one chain stands under `ANY`.
+        chains: platform → every candidate in order, including those that are out.
+        by_platform: whether chains depend on the platform; if not, the only chain has the key `ANY`.
+        cases: platform → conditional orders, tested first. Each has the same candidates as the platform's chain.
     """
 
     chains: Mapping[str, tuple[Candidate, ...]]
@@ -125,7 +134,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Facts:
-    """What planning asks of the world; tests and `explain(platform=…)` put another one in its place."""
+    """Facts about the machine. Tests and `explain(platform=…)` replace them."""
 
     package: Callable[[BaseBackend], Verdict]
     device: Callable[[BaseBackend, Device], Verdict]
@@ -136,8 +145,8 @@ class Facts:
 def build(
     signature: Signature, members: Sequence[Member], policy: ResolvedPolicy, platforms: Sequence[str], facts: Facts
 ) -> Plan:
-    """The plan of a function whose members are given in order of priority."""
-    # what no package can change is decided before anything asks for a platform
+    """The plan of a function. `members` are sorted by priority."""
+    # packages first: members without theirs must not make the plan depend on the platform
     alive = [m for m in members if m.unusable is None and facts.package(m.backend)[0]]
     by_platform = any(m.backend.kind == 'reference' or _depends_on_device(m.backend) for m in alive)
     names = list(platforms) if by_platform else [ANY]
@@ -151,7 +160,7 @@ def build(
 
 
 def unfit(case: Conditional, signature: Signature, members: Sequence[Member]) -> str | None:
-    """Why an order that is for many functions is not for this one; None if it is."""
+    """Why an order does not fit this function; None if it does."""
     if not any(matches(token, member.backend) for token in case.order.tokens for member in members):
         return f'no candidate is {" or ".join(case.order.tokens)}'
     problems = case.condition.problems(signature) if case.condition is not None else []
@@ -179,22 +188,25 @@ def _chain(
         rest = [b for b in ordered if b not in chosen]
         ordered = chosen
     elif policy.prefer is not None:
-        chosen = arrange(ordered, policy.prefer.tokens)
-        ordered = chosen + [b for b in ordered if b not in chosen]
+        ordered = _first(ordered, policy.prefer)
     if case is not None:
-        chosen = arrange(ordered, case.order.tokens)
-        ordered = chosen + [b for b in ordered if b not in chosen]
-        # a rule is a choice, not a wish: nobody is warned where it falls through, and it takes the place of a preference
+        ordered = _first(ordered, case.order)
+        # a rule that falls through gives no warning, and it replaces a preference
         policy = replace(policy, prefer=None)
-    if platform == 'meta' and policy.use is None and policy.only is None:
-        # nothing can run on meta tensors but what is plain PyTorch: the reference first
+    if platform == 'meta' and verb is None:
+        # the reference first: only plain PyTorch runs on meta tensors
         ordered.sort(key=lambda backend: backend.kind != 'reference')
     chain = [_candidate(signature, by_backend[id(b)], policy, platform, facts) for b in ordered]
-    for backend in rest:
-        assert verb is not None
-        reason = f'not listed: only {", ".join(verb.tokens) or "nothing"}'
-        chain.append(Candidate(by_backend[id(backend)], out=('excluded', reason, verb.source)))
+    if verb is not None:
+        out = 'excluded', f'not listed: only {", ".join(verb.tokens) or "nothing"}', verb.source
+        chain += [Candidate(by_backend[id(b)], out=out) for b in rest]
     return tuple(chain)
+
+
+def _first(ordered: list[BaseBackend], order: Directive) -> list[BaseBackend]:
+    """The backends that an order names, then the others."""
+    chosen = arrange(ordered, order.tokens)
+    return chosen + [b for b in ordered if b not in chosen]
 
 
 def _boosts(policy: ResolvedPolicy, member: Member) -> list[Boost]:
@@ -203,8 +215,7 @@ def _boosts(policy: ResolvedPolicy, member: Member) -> list[Boost]:
 
 def _candidate(signature: Signature, member: Member, policy: ResolvedPolicy, platform: str, facts: Facts) -> Candidate:
     backend = member.backend
-    wished = policy.prefer is not None and _is_named(policy.prefer, backend)
-    wished = wished or (policy.only is not None and _is_named(policy.only, backend))
+    wished = any(order is not None and _is_named(order, backend) for order in (policy.prefer, policy.only))
     out, tests = _availability(signature, member, platform, facts, lambda: _is_off(policy, backend, facts))
     gate = None
     overridden = _overridden(policy, backend, facts) if out is None and policy.use is not None else ''
@@ -216,7 +227,7 @@ def _candidate(signature: Signature, member: Member, policy: ResolvedPolicy, pla
                 out = None if gate.is_on else ('disabled', gate.says_off, gate.source)
                 gate = None
             elif not (gate.is_on or gate.ask) and overrides(backend, 'probe'):
-                # not probed while it is off: whatever switches it on makes the function plan again
+                # off, so not probed yet: a value that switches it on makes the function plan again
                 gate = replace(gate, on=())
     if out is None:
         tests += (*_declared_tests(signature, backend), *_missing_tests(signature, member))
@@ -225,7 +236,7 @@ def _candidate(signature: Signature, member: Member, policy: ResolvedPolicy, pla
 
 
 def _is_off(policy: ResolvedPolicy, backend: BaseBackend, facts: Facts) -> bool:
-    """Whether no call can reach the backend before somebody changes the policy or its toggle."""
+    """Whether the backend is unreachable until the policy or its toggle changes."""
     if policy.use is not None:
         return False
     if _filtered(policy, backend) is not None:
@@ -235,7 +246,7 @@ def _is_off(policy: ResolvedPolicy, backend: BaseBackend, facts: Facts) -> bool:
 
 
 def _overridden(policy: ResolvedPolicy, backend: BaseBackend, facts: Facts) -> str:
-    """What would keep a backend out if it were not forced."""
+    """The filter or toggle that would exclude a backend if it were not forced."""
     filtered = _filtered(policy, backend)
     if filtered is not None:
         return str(filtered[1])
@@ -244,30 +255,27 @@ def _overridden(policy: ResolvedPolicy, backend: BaseBackend, facts: Facts) -> s
 
 
 def _is_named(verb: Directive, backend: BaseBackend) -> bool:
-    """Whether a policy asks for this very backend, not only for its kind."""
+    """Whether a policy names this backend itself, not only its kind."""
     names = (backend.backend_type.casefold(), f'impl:{backend.impl_id.casefold()}')
     return any(token in names and token not in ('default', 'reference') for token in verb.tokens)
 
 
-def _filtered(policy: ResolvedPolicy, backend: BaseBackend) -> tuple[str, Reason, str] | None:
+def _filtered(policy: ResolvedPolicy, backend: BaseBackend) -> Out | None:
     for verb in policy.deny:
         if any(matches(token, backend) for token in verb.tokens):
             return 'excluded', f'denied by {verb.source}', verb.source
     for verb in policy.allow:
         if not any(matches(token, backend) for token in verb.tokens):
-            return (
-                'excluded',
-                f'not on the allow list of {verb.source}: {", ".join(verb.tokens) or "nothing"}',
-                verb.source,
-            )
+            allowed = ', '.join(verb.tokens) or 'nothing'
+            return 'excluded', f'not on the allow list of {verb.source}: {allowed}', verb.source
     return None
 
 
 def _availability(
     signature: Signature, member: Member, platform: str, facts: Facts, is_off: Callable[[], bool]
-) -> tuple[tuple[str, Reason, str] | None, tuple[Test, ...]]:
-    """Why a member is out on this platform, or the tests that tell this platform's devices apart. What is off is not
-    probed, which may import a package and compile for minutes."""
+) -> tuple[Out | None, tuple[Test, ...]]:
+    """Why a member is out on this platform, or the tests for this platform's devices. A backend that is off is not probed:
+    a probe may import a package and compile for minutes."""
     backend = member.backend
     if member.unusable is not None:
         return ('unavailable', member.unusable, member.origin), ()
@@ -292,7 +300,7 @@ def _availability(
 
 def _per_device(
     backend: BaseBackend, platform: str, facts: Facts, ask: Callable[[BaseBackend, Device], Verdict]
-) -> tuple[tuple[str, Reason, str] | None, tuple[Test, ...]]:
+) -> tuple[Out | None, tuple[Test, ...]]:
     devices = facts.devices(platform) or (Device(platform),)
     verdicts = {device.index: ask(backend, device) for device in devices}
     bad = {index: reason for index, (usable, reason) in verdicts.items() if not usable}
@@ -301,44 +309,33 @@ def _per_device(
     first = next(iter(bad.values()))
     if len(bad) == len(verdicts) and all(reason == first for reason in bad.values()):
         return ('unavailable', first, 'availability'), ()
-    name = f'_d_bad_{backend.backend_type}_{platform}'
-    name = ''.join(c if c.isascii() and c.isalnum() else '_' for c in name)
+    name = _identifier('bad', backend, platform)
     reads = f'{name}[_d_x.get_device()]'
     return None, (Test(f'_d_x.get_device() in {name}', '', reads, {name: bad}, unavailable=True),)
 
 
 def _declared_tests(signature: Signature, backend: BaseBackend) -> list[Test]:
-    """Tests for the facts a backend declares: other devices, dtypes, grad."""
+    """Tests for declared facts: grad, dtypes, devices of other tensors than the first."""
     tests = []
     if backend.grad == 'none' and (signature.tensors or signature.tensor_groups or signature.unknown):
         tests += _grad_tests(signature)
     for name, allowed in _per_parameter(signature, backend.dtypes).items():
-        binding = _binding('dtypes', backend, name)
-        words = ', '.join(map(str, allowed))
-        read = name if not signature.is_optional_tensor(name) else f'_d_getattr({name}, "dtype", None)'
-        read = f'{name}.dtype' if read == name else read
-        absent = f'{name} is not None and ' if read != f'{name}.dtype' else ''
-        reason = f'dtype of {name!r} must be {words}, got %s'
-        tests.append(Test(f'{absent}{read} not in {binding}', reason, read, {binding: tuple(allowed)}))
-    if isinstance(backend.devices, Mapping):
-        for name, platforms in backend.devices.items():
-            if name not in signature.names or name == (signature.tensors or (None,))[0]:
-                continue
-            binding = _binding('devices', backend, name)
+        binding = _identifier('dtypes', backend, name)
+        given, read = '', f'{name}.dtype'
+        if signature.is_optional_tensor(name):
+            given, read = f'{name} is not None and ', f'_d_getattr({name}, "dtype", None)'
+        reason = f'dtype of {name!r} must be {", ".join(map(str, allowed))}, got %s'
+        tests.append(Test(f'{given}{read} not in {binding}', reason, read, {binding: tuple(allowed)}))
+    for name, platforms in backend.devices.items() if isinstance(backend.devices, Mapping) else ():
+        if name in signature.names and name not in signature.tensors[:1]:
+            binding, read = _identifier('devices', backend, name), f'_d_platform({name})'
             reason = f'{name!r} must be on {", ".join(platforms)}, is on %s'
-            tests.append(
-                Test(
-                    f'{name} is not None and _d_platform({name}) not in {binding}',
-                    reason,
-                    f'_d_platform({name})',
-                    {binding: tuple(platforms)},
-                )
-            )
+            tests.append(Test(f'{name} is not None and {read} not in {binding}', reason, read, {binding: tuple(platforms)}))
     return tests
 
 
-def _binding(what: str, backend: BaseBackend, parameter: str) -> str:
-    text = f'_d_{what}_{backend.backend_type}_{parameter}'
+def _identifier(what: str, backend: BaseBackend, of: str) -> str:
+    text = f'_d_{what}_{backend.backend_type}_{of}'
     return ''.join(c if c.isascii() and c.isalnum() else '_' for c in text)
 
 
@@ -353,7 +350,7 @@ def _per_parameter(
 
 
 def _grad_tests(signature: Signature) -> list[Test]:
-    """An inference-only backend must not serve a call whose result is differentiated, in reverse or forward mode."""
+    """Tests that keep an inference-only backend from calls that are differentiated, in reverse or forward mode."""
     needs = []
     for name in signature.tensors:
         if not signature.annotated:
@@ -374,7 +371,7 @@ def _grad_tests(signature: Signature) -> list[Test]:
 
 
 def _missing_tests(signature: Signature, member: Member) -> list[Test]:
-    """A parameter that the method does not name must hold its default."""
+    """Tests that parameters which the method does not name have their default."""
     tests = []
     for name in member.call.missing if member.call else ():
         default = signature.default(name)

@@ -1,7 +1,7 @@
-"""Activation checkpointing: the recomputation must choose what the forward pass chose.
+"""Activation checkpointing: the recomputation must use the backends of the forward pass.
 
-With non-reentrant checkpointing, a policy or a toggle that changes between forward and backward makes the recomputed
-activations another backend's. PyTorch notices only if their metadata differ.
+Without this, non-reentrant checkpointing recomputes activations with another backend if a policy or toggle has changed since
+the forward pass. PyTorch detects that only if their metadata differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fla.utils.env import LIVE, live_key, text_of
 
 
 class _AsBefore:
-    """Puts back the policy and the toggles of the moment it was made."""
+    """Restores the policy and the toggles of the moment it was made."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher, self.state, self.env = dispatcher, dispatcher.policies.state, dict(LIVE)
@@ -28,7 +28,7 @@ class _AsBefore:
         names = {name for backend in dispatcher.catalogue.backends() for name in dispatcher.toggles.variables(backend)}
         values = tuple(sorted((name, text_of(self.env.get(live_key(name)))) for name in names))
         pinned = State(self.state.layers, env=self.state.env if self.state.env is not None else values)
-        # on whatever thread the backward pass runs: no reason to warn of a scope that another thread holds
+        # without a verb: the backward pass may run on any thread, so a scope of another thread needs no warning
         self.tokens.append(new_token())
         dispatcher.policies.push_scope(self.tokens[-1], Layer(Policy(), 'checkpoint_contexts()'), pinned)
 
@@ -39,6 +39,6 @@ class _AsBefore:
 def checkpoint_contexts(
     dispatcher: Dispatcher | None = None,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=checkpoint_contexts)`: recomputation runs
-    under the policy and toggles of the forward pass."""
+    """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=checkpoint_contexts)`: recompute under the
+    policy and toggles of the forward pass."""
     return nullcontext(), _AsBefore(owner_of(dispatcher))

@@ -36,10 +36,10 @@ class Dispatched(Protocol[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Decision:
-        """What this call would run and why, without running it; see `fla.backends.runtime.explain`."""
+        """Which backend this call would run and why, without running it; see `fla.backends.explain`."""
 
     def resolve(self, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R]:
-        """The callable that this call would run, for loops that make the same call again and again."""
+        """The callable that this call would run, for loops that repeat a call."""
 
     def bind(self, backend: str | None = None, *, policy: Policy | None = None, **fields: Any) -> Dispatched[P, R]:
         """A function of the same signature with a policy of its own, above every scope."""
@@ -58,23 +58,23 @@ def dispatch(
 ) -> Callable[[Callable[P, R]], Dispatched[P, R]]:
     """Make a function the default implementation of an operation's function of that name.
 
-    The decorated function keeps its signature, name and documentation. A call runs the first backend of the operation that
-    is available, enabled and accepts the call; the function's own body is a candidate too, named `default`.
+    The decorated function keeps its signature, name and documentation. A call runs the operation's first backend that is
+    available, enabled and accepts the call; the function's own body is a candidate too, named `default`.
 
     Args:
         operation: such as 'kda'. Its backends are imported from `<namespace>.<operation>.backends` at the first call.
-        check: function of any of the parameters, called before a backend is asked; raises for bad calls. It may also name
+        check: function of any of the parameters, called before a backend is selected; raises for bad calls. It may also name
             `check_values`, which is True under FLA_CHECK_VALUES=1.
-        default_verifier: what the default needs: a verifier function of any of the parameters, a `BaseBackend` class that
-            only declares facts (devices, dtypes, package_name, …) such as `runs_on_triton`, or both in a sequence.
-        mutates: parameters that the operation changes in place; recorded for whoever retries a call, who must not then.
+        default_verifier: requirements of the default: a verifier function of any of the parameters, a `BaseBackend` class
+            that only declares facts (devices, dtypes, package_name, …) such as `runs_on_triton`, or both in a sequence.
+        mutates: parameters that the operation changes in place. Calls of such an operation are never retried.
         dispatcher: the namespace; default: fla's own.
 
     Returns:
         A decorator. With FLA_DISABLE_BACKEND_DISPATCH=1 at import it returns the undecorated function.
 
     Raises:
-        TypeError, ValueError: for a declaration that cannot be right.
+        TypeError, ValueError: for an invalid declaration.
     """
     owner = owner_of(dispatcher)
     if not getattr(sys, '_is_gil_enabled', lambda: True)():
@@ -100,7 +100,7 @@ def dispatch(
         spec = FunctionSpec(operation, name, signature, function, check, verifier, tuple(mutates), location(function))
         entry = Entry(owner, spec, _default_backend(facts))
         if owner.baseline:
-            # Nothing is dispatched; what users ask of a dispatched function is still there to ask.
+            # nothing is dispatched, but the attributes of a dispatched function exist
             attach(function, entry)
             function.bind = _baseline_bind(owner, function)  # type: ignore[attr-defined]
             function.resolve = lambda *_, **__: function  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def dispatch(
 
 
 def _baseline_bind(owner: Dispatcher, function: Callable[P, R]) -> Callable[..., Callable[P, R]]:
-    """Model code that binds is the same code there, and runs the undecorated function."""
+    """`bind()` in a baseline process: model code that binds runs the undecorated function."""
 
     def bind(*_: Any, **__: Any) -> Callable[P, R]:
         owner.policies.warn_in_baseline('bind()')

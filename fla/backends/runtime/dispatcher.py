@@ -1,10 +1,10 @@
 """One namespace of operations: its registries, its functions, its policy.
 
-`fla` has one; a package outside fla makes its own: `Dispatcher(namespace='mylib.ops', env_prefix='MYLIB')`.
+`fla` has one; another package makes its own: `Dispatcher(namespace='mylib.ops', env_prefix='MYLIB')`.
 
-A call runs the code of its entry point; this object only decides when that code is replaced. A change (a registration, an
-attribute of a backend, a policy) makes a new `Situation`; the entry points concerned then get the code that is kept for it,
-or go cold and plan again on their next call.
+A call runs the code of its entry point; the dispatcher decides when that code is replaced. A change (a registration, an
+attribute of a backend, a policy) makes a new `Situation`. Each entry point then gets its cached code for the situation, or
+cold code that plans on the next call.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ _dispatchers: list[Dispatcher] = []
 
 
 class LiveFunction(Protocol):
-    """The entry point of a dispatched function, as the rooms beside and above it see it.
+    """The entry point of a dispatched function; `Entry` implements it.
 
     Attributes:
         default: the decorated function as a backend.
         own: the policy of a bound function, above every other.
         platforms: platforms of the calls so far.
-        was_called: it has been planned for a call.
+        was_called: a call has planned it.
         wrapper: the function that users hold.
+        globals: globals of its generated code.
     """
 
     dispatcher: Dispatcher
@@ -63,43 +64,20 @@ class LiveFunction(Protocol):
     wrapper: FunctionType
 
     @property
-    def globals(self) -> dict[str, Any]:
-        """Globals of its generated code."""
-
-    def state(self) -> State:
-        """The state that this function is planned for."""
-
-    def policy(self, state: State) -> ResolvedPolicy:
-        """The policy in force for this function under a state."""
-
-    def members(self) -> tuple[Member, ...]:
-        """Every backend with a method of this name, and the default, by priority."""
-
-    def facts(self, policy: ResolvedPolicy) -> Facts:
-        """What planning asks of the machine."""
-
-    def plan(self, state: State) -> Plan:
-        """Who is asked, and in which order, under a state."""
-
+    def globals(self) -> dict[str, Any]: ...
+    def state(self) -> State: ...
+    def policy(self, state: State) -> ResolvedPolicy: ...
+    def members(self) -> tuple[Member, ...]: ...
+    def facts(self, policy: ResolvedPolicy) -> Facts: ...
+    def plan(self, state: State) -> Plan: ...
     def decide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], platform: Any = None, state: State | None = None
-    ) -> Decision:
-        """What a call would run and why."""
-
-    def direct(self, member: Member) -> Callable[..., Any]:
-        """A member's implementation with the public signature."""
-
-    def bind(self, backend: str | None = None, **fields: Any) -> Callable[..., Any]:
-        """A function of the same signature with a policy of its own."""
-
-    def explain(self, *args: Any, **kwargs: Any) -> Any:
-        """What this call would run and why."""
-
-    def resolve(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """The callable that this call would run."""
-
-    def adopt(self, now: Situation) -> None:
-        """Take the code that is kept for a situation, or go cold."""
+    ) -> Decision: ...
+    def direct(self, member: Member) -> Callable[..., Any]: ...
+    def bind(self, backend: str | None = None, **fields: Any) -> Callable[..., Any]: ...
+    def explain(self, *args: Any, **kwargs: Any) -> Any: ...
+    def resolve(self, *args: Any, **kwargs: Any) -> Callable[..., Any]: ...
+    def adopt(self, now: Situation) -> None: ...
 
 
 class Dispatcher:
@@ -108,10 +86,10 @@ class Dispatcher:
     Args:
         namespace: package that holds the operations; backends of operation `x` are in `<namespace>.x.backends`.
         env_prefix: prefix of its environment variables.
-        modules: operation → module that registers its backends, for those that live elsewhere.
-        entry_points: group of its plugins. Default: `<top-level package>.backends`.
+        modules: operation → module that registers its backends, if it is another.
+        entry_points: entry-point group of its plugins. Default: `<top-level package>.backends`.
         retired_env: old name → new name of environment variables.
-        variables: other variables of this prefix that the package reads, so that no warning calls them unknown.
+        variables: other variables with this prefix that the package reads, and that are therefore not unknown.
 
     Attributes:
         catalogue: its operations, functions and backends by name.
@@ -119,7 +97,7 @@ class Dispatcher:
         control: the situation in force.
     """
 
-    # handed in by higher rooms
+    # set by higher rooms
     policy_reader: ClassVar[Callable[[], PolicyReader]]
     environment_recorder: ClassVar[Callable[[Dispatcher], Recorder]]
     before_reset: ClassVar[list[Callable[[Dispatcher], None]]] = []
@@ -169,7 +147,7 @@ class Dispatcher:
         )
         self.scopes_in_trace = ScopesInTrace()
         self.device_facts: Callable[[str], Sequence[devices.Device]] = devices.devices_of
-        self.breakers.asked = self._breakers_asked
+        self.breakers.asked = self._asks_breakers
         in_forked_children(self._after_fork_in_child)
         _dispatchers.append(self)
 
@@ -179,40 +157,31 @@ class Dispatcher:
     def _declared_at(self, operation: str) -> str:
         return next((e.spec.place for e in self.catalogue.entries() if e.spec.operation == operation), '')
 
-    # -- what its registries ask ------------------------------------------------------------------------------------------
-
     def registry(self, operation: str) -> BackendRegistry:
         """The registry of an operation, made if it does not exist."""
         return BackendRegistry(operation, self)
 
+    # -- `registry.Owner`: what its registries call -----------------------------------------------------------------------
+
     def refuse_if_frozen(self, what: str) -> None:
-        """Raises FrozenError while dispatch is frozen, except for what a lazy load does."""
         self.policies.refuse_if_frozen(what)
 
     def is_strict(self, operation: str) -> bool:
-        """Whether bugs in backends of an operation raise."""
         return self.policies.is_strict(operation)
 
     def module_of(self, operation: str) -> str:
-        """The package that registers the operation's own backends."""
         return self.discovery.module_of(operation)
 
     def who_registers(self) -> str:
-        """Who registers on this thread: 'package', 'plugin' or 'user'."""
         return self.discovery.who_registers()
 
     def check_registration(self, registry: Registry, backend: BaseBackend) -> None:
-        """Compare a backend's methods with the public functions known so far; later functions compare themselves.
-
-        Raises:
-            RegistrationError: under strict mode.
-        """
-        operation = None if registry.operation == '*' else registry.operation
-        for entry in self.catalogue.functions(operation).values():
+        """Compare a new backend's methods with the functions that exist; later functions compare themselves."""
+        for entry in self.catalogue.functions(_or_any(registry)).values():
             self.check_methods(entry.spec, backend)
 
     def check_methods(self, spec: FunctionSpec, backend: BaseBackend) -> None:
-        """Warn where a backend's methods for one function disagree with the public function, or raise if strict."""
+        """Warn about a backend's methods that disagree with the public function. Raises RegistrationError under strict."""
         for name in (spec.name, f'{spec.name}_verifier', f'{spec.name}_prefers'):
             method = getattr(backend, name, None)
             if not callable(method):
@@ -224,80 +193,65 @@ class Dispatcher:
                 logs.warn_once(('drift', text), '%s', text)
 
     def registry_changed(self, registry: Registry) -> None:
-        """Called under the lock."""
         self._backends_changed(registry.operation)
 
     def registry_has_changed(self, registry: Registry) -> None:
-        """Called outside the lock."""
-        self.breakers.clear('the backends changed', None if registry.operation == '*' else registry.operation)
+        self.breakers.clear('the backends changed', _or_any(registry))
 
     def add_listener(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener(event, registry, registration)` after every change of any registry; returns a function that
-        ends it."""
+        """Call `listener(event, registry, registration)` after every change of any registry. Returns a function that removes
+        the listener."""
         with lock:
             self.listeners = (*self.listeners, listener)
 
-        def end() -> None:
+        def remove() -> None:
             with lock:
                 self.listeners = tuple(known for known in self.listeners if known is not listener)
 
-        return end
+        return remove
 
     # -- changes of backends ----------------------------------------------------------------------------------------------
 
     def generation(self, operation: str) -> int:
-        """Changes whenever the backends of an operation do."""
+        """A number that changes whenever the backends of an operation do."""
         return self.control.now.generation(operation)
 
     def _backends_changed(self, operation: str) -> None:
-        """The backends of `operation` ('*': any) are others now."""
-
-        def advance(now: Situation) -> Situation:
-            return replace(now, generations={**now.generations, operation: now.generations.get(operation, 0) + 1})
-
-        self.control.change(advance)
+        """Plan again for the functions of `operation` ('*': all)."""
+        self.control.change(
+            lambda now: replace(now, generations={**now.generations, operation: now.generations.get(operation, 0) + 1})
+        )
 
     def replan(self) -> None:
-        """Every function plans again on its next call."""
+        """Plan again for every function on its next call."""
         self._backends_changed('*')
 
     def backend_changed(self, owner: Any, name: str) -> None:
-        """An attribute of a backend class or instance was set: the functions it serves plan again."""
+        """An attribute of a backend class or instance was set: plan again if plans read it."""
         if self._reads(owner, name):
             self.availability.forget(owner)
             self.toggles.forget(owner)
             self.replan()
-            self.breakers.clear(f'{name} was set', backends=self._names_of(owner))
+            self.breakers.clear(f'{name} was set', backends={b.backend_type for b in self._backends_of(owner)})
 
     def backend_changing(self, owner: Any, name: str) -> None:
-        """An attribute of a backend class or instance is about to be set.
-
-        Raises:
-            FrozenError: while dispatch is frozen, if a plan reads it.
-        """
+        """An attribute of a backend class or instance is about to be set. Raises FrozenError if frozen plans read it."""
         if self.policies.frozen is not None and self._reads(owner, name):
             self.refuse_if_frozen(f'set {name} of {owner!r}')
 
     def _reads(self, owner: Any, name: str) -> bool:
-        """Whether plans read this attribute of this backend, or of this class's backends. An attribute of the backend's own
-        (a workspace, a counter) makes no function plan again."""
-        if not self._matters(name):
-            return False
-        return any(b is owner or (isinstance(owner, type) and isinstance(b, owner)) for b in self.catalogue.backends())
-
-    def _names_of(self, owner: Any) -> set[str]:
-        """Names of a backend, or of a class's backends."""
-        found = self.catalogue.backends()
-        return {b.backend_type for b in found if b is owner or (isinstance(owner, type) and isinstance(b, owner))}
-
-    def _matters(self, name: str) -> bool:
-        if hasattr(BaseBackend, name):
-            return True
+        """Whether plans read this attribute of these backends. An attribute of the backend's own, such as a workspace or a
+        counter, does not matter."""
         function = name.removesuffix('_verifier').removesuffix('_prefers')
-        return any(entry.spec.name == function for entry in self.catalogue.functions().values())
+        matters = hasattr(BaseBackend, name) or any(e.spec.name == function for e in self.catalogue.functions().values())
+        return matters and bool(self._backends_of(owner))
+
+    def _backends_of(self, owner: Any) -> list[BaseBackend]:
+        """`owner` itself, or the backends of the class `owner`."""
+        return [b for b in self.catalogue.backends() if b is owner or (isinstance(owner, type) and isinstance(b, owner))]
 
     def gate(self, backend: BaseBackend, policy: ResolvedPolicy) -> Gate:
-        """The toggle of a backend under a policy: live, or as it was when dispatch was frozen."""
+        """The toggle of a backend under a policy: current, or fixed when dispatch was frozen."""
         frozen = self.policies.frozen
         if frozen is not None and backend in frozen.enabled:
             return Gate(self.toggles.variables(backend), is_on=frozen.enabled[backend])
@@ -305,36 +259,35 @@ class Dispatcher:
         return self.toggles.gate(backend, env, strict=policy.strict)
 
     def plugins(self) -> tuple[Plugin, ...]:
-        """The plugins of entry points and of the plugin variable, loaded if they are not yet."""
+        """The plugins of entry points and of the plugin variable; loads them if necessary."""
         return self.discovery.load_plugins()
 
     # -- recorders --------------------------------------------------------------------------------------------------------
 
     @property
     def recorders(self) -> tuple[Recorder, ...]:
-        """Traces, telemetry and observers at work."""
+        """Traces, telemetry and observers in use."""
         return self.control.now.recorders
 
     def start_recording(self, recorder: Recorder) -> bool:
-        """Add a recorder; False if it is there already."""
-        self.policies.now  # noqa: B018 - the environment may start one of its own first
-        was_there = recorder in self.recorders
-        if not was_there:
-            self.control.change(lambda now: replace(now, recorders=(*now.recorders, recorder)))
-        return not was_there
+        """Add a recorder; returns False if it is in use already."""
+        self.policies.now  # noqa: B018 - reads the environment, which may start a recorder of its own first
+        if recorder in self.recorders:
+            return False
+        self.control.change(lambda now: replace(now, recorders=(*now.recorders, recorder)))
+        return True
 
     def stop_recording(self, recorder: Recorder) -> None:
-        """Remove a recorder."""
         self.control.change(lambda now: replace(now, recorders=tuple(r for r in now.recorders if r is not recorder)))
 
     # -- the whole process ------------------------------------------------------------------------------------------------
 
     def _after_fork_in_child(self) -> None:
-        """Other threads do not exist in the child, and could never leave their scopes there."""
+        """Remove scopes of other threads, which do not exist in the child."""
         self.discovery.after_fork_in_child()
         for recorder in self.recorders:
             recorder.after_fork_in_child()
-        if changes_of_other_threads():  # they will not be announced in the child
+        if changes_of_other_threads():  # the child gets no notification of their changes
             self.availability.forget()
             self.toggles.forget()
             self.replan()
@@ -343,7 +296,7 @@ class Dispatcher:
             self.control.change(lambda now: replace(now, scopes=tuple(s for s in now.scopes if s.thread == me)))
 
     def refresh(self) -> None:
-        """Look again: package availability, devices, policy variables, plans, packages that failed to import."""
+        """Read again: package availability, devices, policy variables, plans, packages that failed to import."""
         self.refuse_if_frozen('refresh')
         self.availability.forget()
         self.discovery.retry()
@@ -355,8 +308,8 @@ class Dispatcher:
         self.breakers.clear('refresh()')
 
     def reset(self) -> None:
-        """A fresh process, for tests: no scopes, no policy, no traces, not frozen; only what the operations' own packages
-        registered is registered; plugins and environment are read again on the next call."""
+        """Return to the state of a fresh process, for tests: no scopes, policy, traces or freeze, only the backends of the
+        operations' own packages. The next call reads plugins and environment again."""
         for act in self.before_reset:
             act(self)
         with lock:
@@ -373,7 +326,7 @@ class Dispatcher:
             logs.reset()
             for entry in self.catalogue.entries():
                 entry.platforms, entry.was_called = (), False
-            # generations only grow: a plan under way must not take an old number for its own
+            # generations only grow: a plan in progress must not match an old number
             self.control.change(lambda now: Situation(generations=now.generations))
             self.replan()
 
@@ -384,16 +337,8 @@ class Dispatcher:
         return self.breakers.health()
 
     def breaker(self, function: str | Callable[..., Any], backend: str) -> Breaker:
-        """The circuit breaker of a backend for a function: `.state`, `.reset()`, `.force_open()`, `.force_close()`.
-
-        Args:
-            function: a dispatched function, or its name ('kda.chunk_kda').
-            backend: the backend's name.
-
-        Raises:
-            UnknownNameError: for unknown names.
-            TypeError: for a function that is not dispatched.
-        """
+        """The circuit breaker of a backend (by name) for a dispatched function (or its name). Raises UnknownNameError for
+        unknown names, TypeError for a function that is not dispatched."""
         self.policies.warn_in_baseline('a circuit breaker')
         entry = self.catalogue.entry(function) if isinstance(function, str) else entry_of(function)
         owner, key = entry.dispatcher, entry.spec.key
@@ -403,27 +348,27 @@ class Dispatcher:
             raise unknown_name('backend', str(backend), names.values(), f' of {key}')
         return owner.breakers.of(key, names[normalise(backend)])
 
-    def _breakers_asked(self, function: str) -> bool:
+    def _asks_breakers(self, function: str) -> bool:
         entry = self.catalogue.known(function)
         return entry is None or self.baseline or entry.policy(entry.state()).falls_back
 
     def add_breaker_listener(self, listener: BreakerListener) -> Callable[[], None]:
-        """Call `listener(event)` after every change of a breaker's state, in the call's thread and outside every lock;
-        returns a function that ends it. An exception that it raises is logged."""
+        """Call `listener(event)` after every change of a breaker's state, in the call's thread, outside every lock. Returns
+        a function that removes the listener. An exception from a listener is logged."""
         return self.breakers.add_listener(listener)
 
 
 class ScopesInTrace:
-    """Policy scopes entered inside a region that Dynamo is tracing. A plain object: Dynamo tracks its attribute through the
-    trace, and takes the change back by itself when it restarts or gives up. Outside a trace it is always empty."""
+    """Policy scopes entered in a region that Dynamo is tracing; empty outside a trace. Dynamo tracks the attribute, and
+    undoes changes when it restarts a trace or gives up."""
 
     def __init__(self) -> None:
-        # on the instance from the start: Dynamo would see it move there from the class
+        # set on the instance: Dynamo would see an attribute move there from the class
         self.layers: tuple[tuple[Any, ...], ...] = ()
 
 
 class BackendRegistry(Registry):
-    """The backends of one operation. `BackendRegistry('kda')` is the same object each time.
+    """The backends of one operation. `BackendRegistry('kda')` returns the same object each time.
 
     Args:
         operation: such as 'kda', or '*' for backends that serve every operation of the namespace.
@@ -437,22 +382,22 @@ class BackendRegistry(Registry):
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The namespace that it belongs to."""
         assert isinstance(self.owner, Dispatcher)
         return self.owner
 
 
 def entry_of(function: Any) -> LiveFunction:
-    """The entry point behind a dispatched function.
-
-    Raises:
-        TypeError: if it is not dispatched.
-    """
+    """The entry point of a dispatched function. Raises TypeError for another object."""
     entry = getattr(function, '__fla_entry__', None)
     if entry is None:
         raise TypeError(f'{getattr(function, "__qualname__", function)!r} is not a dispatched function')
     found: LiveFunction = entry
     return found
+
+
+def _or_any(registry: Registry) -> str | None:
+    """The registry's operation; None for all."""
+    return None if registry.operation == '*' else registry.operation
 
 
 def _before_change(owner: Any, name: str) -> None:
@@ -471,18 +416,14 @@ _default = Dispatcher('fla.ops', 'FLA', modules=_OPERATION_BACKEND_MODULES)
 
 
 def replan_everything() -> None:
-    """Every function of every namespace that is not frozen plans again on its next call."""
+    """Plan again for every function of every namespace that is not frozen."""
     for dispatcher in _dispatchers:
         if dispatcher.policies.frozen is None:
             dispatcher.replan()
 
 
 def owner_of(dispatcher: Dispatcher | None) -> Dispatcher:
-    """The namespace that an argument `dispatcher` means: fla's own where it is None.
-
-    Raises:
-        TypeError: for another object.
-    """
+    """The namespace for an argument `dispatcher`: None means fla's own. Raises TypeError for another object."""
     if dispatcher is None:
         return _default
     if not isinstance(dispatcher, Dispatcher):

@@ -1,13 +1,13 @@
 """The entry point that `@dispatch` makes.
 
-The public function is one function object for life; its code changes:
-    cold: `_d_cold(''); return _d_self(...)`; the first call, also inside a trace (which then begins anew), loads the
-        backends and plans;
-    hot: the plan as straight-line code (see `codegen`), swapped in with one store to `__code__`.
-Dynamo guards the code of a function it inlines, so every re-plan is seen by compiled callers. The code for a policy is
-cached, so that coming back to that policy costs a compiled caller nothing.
+The public function stays the same function object; its code changes:
+    cold: `_d_cold(''); return _d_self(...)`: the first call loads the backends and plans, also inside a trace, which then
+        restarts;
+    hot: the plan as straight-line code (see `codegen`), installed with one store to `__code__`.
+Dynamo guards the code of a function that it inlines, so a new plan invalidates compiled callers. The code for a policy is
+cached, so a compiled caller that returns to that policy does not recompile.
 
-The code in force is the only record of what is in force: which plan it came from is looked up by the code itself.
+The installed code is the only record of the plan in force: `_serials` maps code to plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch
 
 from fla.backends.backend.base import BaseBackend, format_reason
 from fla.backends.codegen.call import Call
-from fla.backends.codegen.generator import source_of
 from fla.backends.core import logs
 from fla.backends.core.dynamo import another_thread_compiles, never_a_frame, renew_after_compiling, while_tracing
 from fla.backends.core.errors import UnknownNameError
@@ -38,24 +37,20 @@ from fla.backends.policy.policy import Policy, covers
 from fla.backends.policy.precedence import Layer, ResolvedPolicy, State, effective, overruled, refuse_if_locked
 from fla.backends.runtime.dispatcher import Dispatcher
 from fla.backends.runtime.explain import decide
-from fla.backends.runtime.function import Namespace, attach, check_call, check_default, check_source, make_wrapper
+from fla.backends.runtime.function import Namespace, attach, check_parameters, check_source, make_wrapper
 from fla.backends.runtime.hooks import RuntimeHooks
 from fla.backends.runtime.situation import Situation
 from fla.backends.runtime.traced_scopes import TracedScopePlans
 
-_serials = itertools.count()
+# numbers plans and generated functions
+_counter = itertools.count()
 
-# Plans cached per function, and states remembered to lead to one of them. Compiled callers are only as good as the plans
-# that are cached, so this is generous; a plan is a few kilobytes.
+# Plans cached per function, and states that map to one of them. An evicted plan makes compiled callers recompile, so the
+# limits are generous; a plan is a few kilobytes.
 _MOST_PLANS = 64
 _MOST_STATES = 1024
-# How often a plan that is out of date before it is finished is begun anew.
+# Attempts at a plan that is out of date before it is finished.
 _MOST_ATTEMPTS = 20
-
-
-def _new_serial() -> str:
-    """A number that no plan and no function had before."""
-    return str(next(_serials))
 
 
 @dataclass(eq=False)
@@ -70,15 +65,7 @@ class Planned:
 
 @dataclass(eq=False)
 class Entry:
-    """A dispatched function: its plans, and the function object that users hold.
-
-    Attributes:
-        spec: what it is.
-        default: the default as a backend.
-        own: the policy of a bound function, above every other.
-        platforms: platforms of the calls so far.
-        was_called: it has been planned for a call.
-    """
+    """A dispatched function: its plans, and the function object that users hold. Attributes: see `LiveFunction`."""
 
     dispatcher: Dispatcher
     spec: FunctionSpec
@@ -91,21 +78,19 @@ class Entry:
     _plans: dict[State, Planned] = field(default_factory=dict, init=False)
     _by_policy: dict[ResolvedPolicy, Planned] = field(default_factory=dict, init=False)
     _members: tuple[int, tuple[Member, ...]] | None = field(default=None, init=False)
-    # whose plan a code object is; cold code is not listed
+    # serial of each code object's plan; cold code has none
     _serials: weakref.WeakKeyDictionary[CodeType, str] = field(default_factory=weakref.WeakKeyDictionary, init=False)
 
     def __post_init__(self) -> None:
         spec, dispatcher = self.spec, self.dispatcher
-        check_call(spec)
-        check_default(spec)
+        check_parameters(spec)
         self.label = f'{dispatcher.namespace.split(".")[0]}::{spec.name}'
-        self._hooks = functools.partial(RuntimeHooks, spec, dispatcher)
-        self._traced = TracedScopePlans(dispatcher, spec.operation, self._make_traced, _new_serial)
+        self._traced = TracedScopePlans(dispatcher, spec.operation, self._make_traced)
         self._generation = dispatcher.generation(spec.operation)
         self.namespace = Namespace(spec)
-        self.wrapper = make_wrapper(self.namespace, _new_serial())
+        self.wrapper = make_wrapper(self.namespace, str(next(_counter)))
         self._cold = self.wrapper.__code__
-        self.namespace.globals.update(
+        self.globals.update(
             _d_box=self._traced.box,
             _d_cold=while_tracing(self._plan_again),
             _d_need=while_tracing(self._need_platform),
@@ -117,25 +102,19 @@ class Entry:
         )
         attach(self.wrapper, self)
 
-    def __hash__(self) -> int:
-        return id(self)
-
     # -- planning -----------------------------------------------------------------------------------------------------
 
     @property
     def globals(self) -> dict[str, Any]:
-        """Globals of the generated code."""
         return self.namespace.globals
 
     def state(self) -> State:
-        """The state this function is planned for."""
         return self._above(self.dispatcher.policies.state)
 
     def _above(self, state: State) -> State:
         return state.above(self.own) if self.own is not None else state
 
     def policy(self, state: State) -> ResolvedPolicy:
-        """The policy in force for this function under a state."""
         return effective(state, self.spec.operation, self.spec.name, self._any_match)
 
     def _any_match(self, tokens: tuple[str, ...]) -> bool:
@@ -153,7 +132,6 @@ class Entry:
         return known[1]
 
     def facts(self, policy: ResolvedPolicy) -> Facts:
-        """What planning asks of this machine."""
         dispatcher = self.dispatcher
         return Facts(
             package=dispatcher.availability.package,
@@ -163,60 +141,66 @@ class Entry:
         )
 
     def plan(self, state: State) -> Plan:
-        """Who is asked, and in which order, under a state."""
+        """The ordered candidates under a state, for the platforms of the calls so far."""
         policy = self.policy(state)
         return build(self.spec.signature, self.members(), policy, self.platforms, self.facts(policy))
 
-    def _generate(self, plan: Plan, *, in_trace: bool = False) -> Planned:
-        """A plan with its code; `in_trace` for a scope entered in a trace, whose code looks at no further such scopes."""
-        serial, namespace, spec = _new_serial(), self.namespace, self.spec
-        generator = Call(spec.signature, plan, serial, self._hooks(), key=spec.key, label=self.label, virtual=not in_trace)
-        source = source_of(generator, spec.name, check_source(spec, plan.policy))
-        namespace.globals.update(generator.w.bindings)
+    def _write(self, plan: Plan, serial: str, *, asks: str | None = None, virtual: bool = True) -> tuple[str, list[str]]:
+        """Source of a plan, and the names that it adds to the globals.
+
+        Args:
+            asks: the plan in force, for its variant that opens a profiler range.
+            virtual: whether the code looks at scopes that were entered in a trace.
+        """
+        spec, hooks, ranges = self.spec, RuntimeHooks(self.spec, self.dispatcher), asks is not None
+        generator = Call(spec.signature, plan, serial, hooks, key=spec.key, label=self.label, ranges=ranges, virtual=virtual)
+        generator.asks = asks or serial
+        source = generator.source(spec.name, check_source(spec, plan.policy))
+        self.globals.update(generator.w.bindings)
+        return source, list(generator.w.bindings)
+
+    def _generate(self, plan: Plan, *, virtual: bool = True) -> Planned:
+        """A plan with its code."""
+        serial = str(next(_counter))
+        source, names = self._write(plan, serial, virtual=virtual)
         ranged = f'_d_ranged{serial}'
-        namespace.globals[ranged] = functools.partial(self._ranged, plan, serial)
-        code = namespace.compile(source, f'plan {serial}').__code__
+        self.globals[ranged] = functools.partial(self._ranged, plan, serial)
+        code = self.namespace.compile(source, f'plan {serial}').__code__
         self._serials[code] = serial
-        # a frame that still runs this code may need its names: they go when the code does
-        namespace.drop_with(code, *generator.w.bindings, ranged)
+        # a frame that still runs this code may need its names: they live as long as the code
+        self.namespace.drop_with(code, *names, ranged)
         return Planned(plan, code, source, serial)
 
     def _make_traced(self, state: State) -> tuple[FunctionType, str]:
-        made = self._generate(self.plan(self._above(state)), in_trace=True)
+        """The function for a scope entered in a trace; its code looks at no further such scopes."""
+        made = self._generate(self.plan(self._above(state)), virtual=False)
         positional, keyword = self.spec.signature.defaults()
-        function = FunctionType(made.code, self.namespace.globals, self.spec.name, positional)
+        function = FunctionType(made.code, self.globals, self.spec.name, positional)
         function.__kwdefaults__ = keyword
         return function, made.serial
 
     def _ranged(self, plan: Plan, of: str, *args: Any, **kwargs: Any) -> Any:
-        """First call while a profiler is active: make the variant of the plan `of` that serial that opens a range."""
-        serial, name, namespace, spec = _new_serial(), f'_d_ranged{of}', self.namespace, self.spec
-        generator = Call(
-            spec.signature, plan, serial, self._hooks(), key=spec.key, label=self.label, ranges=True, virtual=False
-        )
-        generator.asks = of  # it is the plan that is in force
-        source = source_of(generator, spec.name, check_source(spec, plan.policy))
-        namespace.globals.update(generator.w.bindings)
-        function = namespace.compile_whole(source, f'ranges {serial}')
-        namespace.drop_with(function.__code__, *generator.w.bindings)
-        if name in namespace.globals:
-            namespace.globals[name] = function
+        """First call while a profiler is active: make the variant of plan `of` that opens a range, and call it."""
+        serial, name = str(next(_counter)), f'_d_ranged{of}'
+        source, names = self._write(plan, serial, asks=of, virtual=False)
+        function = self.namespace.compile(source, f'ranges {serial}')
+        self.namespace.drop_with(function.__code__, *names)
+        if name in self.globals:
+            self.globals[name] = function
         return function(*args, **kwargs)
 
     def _plan_again(self, serial: str) -> int:
-        """Plan for the state in force and install the code. Never holds the lock while foreign code runs.
+        """Plan for the state in force and install the code; returns whether it planned. Never holds the lock while foreign
+        code runs.
 
         Args:
-            serial: whose code asks: of a plan, '' when cold. Where that one has been replaced meanwhile (by another thread;
-                by the first attempt of a trace that began with it), there is nothing to do.
-
-        Returns:
-            Whether something was planned.
+            serial: the plan whose code asks; '' for cold code. If that code has been replaced meanwhile (by another thread,
+                or by the first attempt of a trace that began with it), nothing is planned.
         """
         dispatcher, operation = self.dispatcher, self.spec.operation
         dispatcher.control.settle()
         if serial != self._serials.get(self.wrapper.__code__, '') and not self._traced.has(serial):
-            with lock:  # until another thread's new code is in place: else it would be asked for again and again
+            with lock:  # waits until another thread has installed its code; without it, callers would ask in a loop
                 return 0
         self.was_called = True
         for attempt in itertools.count():
@@ -225,7 +209,7 @@ class Entry:
             if complete:
                 dispatcher.policies.check_environment_once()
             generation = dispatcher.generation(operation)
-            # for this state and no newer one: a scope that came and went meanwhile would leave its plan under this one
+            # for exactly this state: otherwise a scope entered and left meanwhile would leave its plan under this state
             made = self._generate(self.plan(self._above(now.state)))
             with lock:
                 unchanged = dispatcher.policies.state == now.state and dispatcher.generation(operation) == generation
@@ -248,7 +232,7 @@ class Entry:
         return 1
 
     def _keep(self, state: State, made: Planned, until: Callable[[], int] | None) -> None:
-        """Install a plan; for good, or `until` a function that is asked on each call makes the function plan again."""
+        """Install a plan: permanently, or `until` a function that each call asks returns 1, and the call plans again."""
         if until is not None:
             made = self._provisional(made, until)
         else:
@@ -267,16 +251,16 @@ class Entry:
 
     def _provisional(self, made: Planned, until: Callable[[], int]) -> Planned:
         head, _, body = made.source.partition('\n')
-        name, namespace = f'_d_until{made.serial}', self.namespace
-        namespace.globals[name] = while_tracing(until)
+        name = f'_d_until{made.serial}'
+        self.globals[name] = while_tracing(until)
         forward = self.spec.signature.forward_all()
         again = f'        if _d_cold({made.serial!r}) and _d_dyn(): _d_restart()\n        return _d_self({forward})'
         source = f'{head}\n    if {name}():\n{again}\n{body}'
-        code = namespace.compile(source, f'provisional {_new_serial()}').__code__
+        code = self.namespace.compile(source, f'provisional {next(_counter)}').__code__
         self._serials[code] = made.serial
-        # the body's names live as long as the code they were made for, so this code has to hold that one
+        # the body's names live as long as the original code, so this code holds that one
         weakref.finalize(code, id, made)
-        namespace.drop_with(code, name)
+        self.namespace.drop_with(code, name)
         return Planned(made.plan, code, source, made.serial)
 
     def _complete(self) -> int:
@@ -291,14 +275,14 @@ class Entry:
                 renew_after_compiling(self)
 
     def renew(self) -> None:
-        """Have the code in force as another object, so that guards on the old one no longer hold."""
+        """Replace the installed code by a copy, so that guards on the old object fail."""
         with lock:
             old = self.wrapper.__code__
             code = old.replace()
             serial = self._serials.get(old)
             if serial is not None:
                 self._serials[code] = serial
-            # the names of the old code are those of the new one
+            # the copy uses the old code's names
             weakref.finalize(code, id, old).atexit = False
             for made in self._by_policy.values():
                 if made.code is old:
@@ -308,7 +292,7 @@ class Entry:
             self.wrapper.__code__ = code
 
     def adopt(self, now: Situation) -> None:
-        """Called under the lock when the situation changes: the cached code for it, else cold."""
+        """Install the cached code for a new situation, else the cold code. Called under the lock."""
         generation = now.generation(self.spec.operation)
         if generation != self._generation:
             self._plans, self._by_policy, self._members = {}, {}, None
@@ -319,7 +303,7 @@ class Entry:
         made = self._plans.get(now.state)
         known = self._members
         if made is None and known is not None and known[0] == generation:
-            # only members that are known: collecting them runs foreign code, and that never under the lock
+            # only cached members: collecting them runs foreign code, which must not run under the lock
             members = known[1]
             policy = effective(
                 self._above(now.state), self.spec.operation, self.spec.name, lambda tokens: any_match(members, tokens)
@@ -348,20 +332,17 @@ class Entry:
     def decide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], platform: Any = None, state: State | None = None
     ) -> Decision:
-        """What a call would run and why; for another platform, or under another state than the one in force."""
+        """Explains a call, for another platform or state if given."""
         return decide(self, args, kwargs, platform, state)
 
     def explain(self, *args: Any, **kwargs: Any) -> Decision:
-        """What this call would run and why; see `fla.backends.explain`."""
+        """Which backend this call would run and why; see `fla.backends.explain`."""
         return self.decide(args, kwargs)
 
     def resolve(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """The callable that this call would run, for loops that make the same call again and again.
+        """The implementation that this call would run, with the public signature, for loops that repeat a call.
 
-        Takes the public function's arguments. It is the caller's: no policy, toggle or verifier is asked again.
-
-        Raises:
-            NoBackendError: if no candidate accepts the call.
+        It no longer depends on policies, toggles or verifiers. Raises NoBackendError if no candidate accepts the call.
         """
         decision = self.decide(args, kwargs)
         if decision.member is None:
@@ -374,10 +355,10 @@ class Entry:
         assert member.call is not None
         if member.call.identical:
             return member.implementation
-        name, spec = f'_d_direct{_new_serial()}', self.spec
-        self.namespace.globals[name] = member.implementation
+        name, spec = f'_d_direct{next(_counter)}', self.spec
+        self.globals[name] = member.implementation
         source = f'{spec.signature.header(spec.name)}\n    return {name}({member.call.arguments})\n'
-        function = self.namespace.compile_whole(source, name)
+        function = self.namespace.compile(source, name)
         function.__doc__ = spec.default.__doc__
         self.namespace.drop_with(function.__code__, name)
         return function
@@ -391,8 +372,8 @@ class Entry:
             fields: fields of `Policy`, such as `prefer='tilelang'`.
 
         Raises:
-            UnknownNameError: for a backend the operation does not have.
-            DispatchError: for another order than a lock of the function, unless it names `backend`.
+            UnknownNameError: for a backend that the operation does not have.
+            DispatchError: for an order that contradicts a lock of the function, unless `backend` is given.
         """
         if policy is not None and (backend is not None or fields):
             raise TypeError('bind() takes either a policy or its fields, not both')
@@ -406,7 +387,7 @@ class Entry:
         if policy.op is not None:
             self.dispatcher.catalogue.check_operation(policy.op)
             if not policy.concerns(self.spec.operation, self.spec.name):
-                raise ValueError(f'the policy is for {policy.op!r} and would say nothing of {self.spec.key}')
+                raise ValueError(f'the policy is for {policy.op!r} and does not concern {self.spec.key}')
         policy = replace(policy, op=self.spec.key)
         self._check_bound(policy)
         entry = Entry(self.dispatcher, self.spec, self.default, Layer(policy, 'bind()', of_call=True), self.platforms)
@@ -414,7 +395,7 @@ class Entry:
         return entry.wrapper
 
     def _check_bound(self, policy: Policy) -> None:
-        """Raises for unknown names, for fields that say nothing of this function, and for orders against a lock."""
+        """Raises for unknown names, for fields that do not concern this function, and for orders that contradict a lock."""
         policies, spec = self.dispatcher.policies, self.spec
         policies.check_policy(policy)
         refuse_if_locked(policy, policies.state.layers, of_call=True)
@@ -423,14 +404,14 @@ class Entry:
         idle += [f'boost[{glob!r}]' for glob, _ in policy.boost if not covers(glob, spec.operation, spec.name)]
         idle += [f'rules[{n}]' for n, rule in enumerate(policy.rules) if not rule.concerns(spec.operation, spec.name)]
         if idle:
-            raise ValueError(f'bind(): {", ".join(idle)} would say nothing of {spec.key}')
+            raise ValueError(f'bind(): {", ".join(idle)} does not concern {spec.key}')
         for number, rule in enumerate(policy.rules):
             problems = rule.condition.problems(spec.signature) if rule.condition else []
             if problems:
                 raise UnknownNameError(f'bind(): rules[{number}]: {"; ".join(problems)}')
 
     def _announce(self, made: Planned) -> None:
-        """At plan time: the ordered candidates at INFO, and warnings for wishes that cannot come true."""
+        """Logs the ordered candidates at INFO, and a warning for each requested backend that cannot run."""
         key = self.spec.key
         hidden = overruled(self.state(), self.spec.operation, self.spec.name, self._any_match)
         if hidden is not None:
@@ -458,12 +439,12 @@ class Entry:
                 logs.logger.info('%s on %s: candidates %s; out: %s', key, platform, names, '; '.join(out) or 'none')
 
 
-# reached in eager from frames that Dynamo gave up on; tracing all that explains a call takes half a minute
+# reached in eager from frames that Dynamo gave up on; tracing the code that explains a call takes half a minute
 never_a_frame(Entry._raise_no_backend, callees=True)
 never_a_frame(Entry._ranged)
 
 
 def _from_the_second_time() -> Callable[[], int]:
-    """0 when first called, then 1."""
+    """A function that returns 0 on its first call, then 1."""
     calls = itertools.count()
     return lambda: min(next(calls), 1)

@@ -1,7 +1,7 @@
-"""Why a call would run what it runs.
+"""Which backend a call would run, and why.
 
-`explain` runs the tests of a call, written by the same generator from the same plan, and notes each outcome. It runs no
-kernel, so it also answers for meta and fake tensors, and for hardware this machine does not have.
+`explain` generates the tests of a call from the plan that a call would use, and collects each outcome. It runs no kernel, so
+it also answers for meta and fake tensors, and for other hardware.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ import torch
 from fla.backends.backend.availability import capability_verdict
 from fla.backends.backend.base import BaseBackend, Reason, Verdict, format_reason
 from fla.backends.codegen.explain import Explain
-from fla.backends.codegen.generator import source_of
 from fla.backends.core import tensors
 from fla.backends.core.dynamo import never_a_frame
 from fla.backends.core.errors import unknown_name
 from fla.backends.core.tensors import ANY, NO_TENSOR
-from fla.backends.fallback.breaker import Breakers
 from fla.backends.plan.decision import CAN_RUN, CandidateReport, Decision
-from fla.backends.plan.plan import Candidate, Case, Facts, build, unfit
-from fla.backends.policy.precedence import Conditional, ResolvedPolicy, State
+from fla.backends.plan.plan import Candidate, Case, Facts, Plan, build, unfit
+from fla.backends.policy.precedence import Conditional, State
 from fla.backends.runtime.dispatcher import LiveFunction, entry_of
 from fla.backends.runtime.function import check_source
 from fla.utils.devices import KNOWN_DEVICES, PLATFORMS, Device
 
 
 class _Collector:
-    """Takes the notes of one explained call. The first event that ends a call decides its outcome."""
+    """Collects the outcomes of one explained call. The first event that ends a call decides the result.
 
-    def __init__(self, chain: Sequence[Candidate], order: str = '', cases: Sequence[Case] = ()) -> None:
+    The code written by `codegen.explain` calls its methods.
+    """
+
+    def __init__(self, chain: Sequence[Candidate], order: str, cases: Sequence[Case] = ()) -> None:
         self.chain, self.order, self.cases = chain, order, cases
         self.rules: list[str] = []
         self.verdicts: dict[int, tuple[str, Reason, str]] = {}
@@ -43,7 +44,7 @@ class _Collector:
         self.error: str | None = None
 
     def case(self, number: int) -> None:
-        """This call's order is that of a case."""
+        """The call's order is that of a case."""
         case = self.cases[number]
         self.chain, self.order = case.chain, case.conditional.order.source
         if case.conditional.condition is None:
@@ -58,17 +59,18 @@ class _Collector:
         error = sys.exc_info()[1]
         self.rules.append(f'{_words(self.cases[number].conditional)}: has no answer ({type(error).__name__}: {error})')
 
-    def _open(self) -> bool:
-        return self.winner is None and self.error is None
+    def win(self, place: int) -> None:
+        if self.winner is None and self.error is None:
+            self.winner = place
+
+    def stop(self, text: str) -> None:
+        if self.winner is None and self.error is None:
+            self.error = text
 
     def accept(self, place: int) -> None:
-        self.verdicts[place] = (
-            'eligible',
-            None,
-            'verifier' if self.chain[place].member.verifier else 'accepts every call',
-        )
-        if self._open():
-            self.winner = place
+        source = 'verifier' if self.chain[place].member.verifier else 'accepts every call'
+        self.verdicts[place] = 'eligible', None, source
+        self.win(place)
 
     def reject(self, place: int, reason: Reason, source: str) -> None:
         verdict = {'availability': 'unavailable', 'breaker': 'open'}.get(source, 'rejected')
@@ -77,31 +79,18 @@ class _Collector:
     def off(self, place: int) -> None:
         gate = self.chain[place].gate
         assert gate is not None
-        self.verdicts[place] = ('disabled', gate.says_off, gate.source)
+        self.verdicts[place] = 'disabled', gate.says_off, gate.source
 
     def demote(self, place: int, reason: Reason) -> None:
-        self.verdicts[place] = ('demoted', reason, 'prefers')
+        self.verdicts[place] = 'demoted', reason, 'prefers'
 
-    def late(self, place: int) -> None:
-        if self._open():
-            self.winner = place
-
-    def bug(self, place: int, text: str, raised: bool) -> None:
+    def broken(self, place: int, text: str, raised: bool) -> None:
         error = sys.exc_info()[1]
         detail = f': {type(error).__name__}: {error}' if raised and error is not None else ''
-        self.verdicts[place] = ('bug', f'{text}{detail}', 'backend')
-
-    def stop(self, text: str) -> None:
-        if self._open():
-            self.error = text
-
-    def stale(self) -> None:
-        if self._open():
-            self.error = 'the environment changed while the call was explained; explain it again'
+        self.verdicts[place] = 'bug', f'{text}{detail}', 'backend'
 
     def offered(self, cls: type) -> None:
-        if self._open():
-            self.error = f'the call is offered to {cls.__qualname__}.__torch_function__, which decides'
+        self.stop(f'the call is offered to {cls.__qualname__}.__torch_function__, which decides')
 
 
 def _words(case: Conditional) -> str:
@@ -109,40 +98,34 @@ def _words(case: Conditional) -> str:
     return f'{case.order.source}{when} → {", ".join(case.order.tokens)}'
 
 
-def _unfit(entry: LiveFunction, policy: ResolvedPolicy) -> list[str]:
-    """The rules that are not for this function, which has no such candidate or parameter."""
-    problems = [(case, unfit(case, entry.spec.signature, entry.members())) for case in policy.cases]
-    return [f'{_words(case)}: {problem}' for case, problem in problems if problem is not None]
-
-
 def decide(
     entry: LiveFunction, args: tuple[Any, ...], kwargs: dict[str, Any], platform: Any, state: State | None = None
 ) -> Decision:
-    """`explain` for an entry point, under another state than the one in force where one is given."""
-    bound = entry.spec.signature.signature.bind(*args, **kwargs)
-    if entry.dispatcher.baseline:
+    """`explain` for an entry point. `state` replaces the state in force."""
+    signature, dispatcher = entry.spec.signature, entry.dispatcher
+    bound = signature.signature.bind(*args, **kwargs)
+    dispatcher.discovery.load(entry.spec.operation)
+    if dispatcher.baseline:
         return _baseline(entry, bound.arguments)
-    entry.dispatcher.discovery.load(entry.spec.operation)
-    entry.dispatcher.policies.check_environment_once()
+    dispatcher.policies.check_environment_once()
     policy = entry.policy(entry.state() if state is None else state)
-    facts = entry.facts(policy)
+    members, facts = entry.members(), entry.facts(policy)
     assumed: set[int] = set()
+    pretended = None
     if platform is None:
-        where = _platform_of_call(entry, bound.arguments)
+        where = tensors.platform_of(tensors.first_tensor([bound.arguments.get(name) for name in signature.tensors]))
     else:
         device = _device_named(platform)
-        where = device.platform
+        where = pretended = device.platform
         facts = _facts_elsewhere(facts, device, assumed)
         args, kwargs = _as_if_on(bound, where)
-    pretended = None if platform is None else where
-    plan = build(entry.spec.signature, entry.members(), policy, [where], facts)
+    plan = build(signature, members, policy, [where], facts)
     where = where if plan.by_platform else ANY
-    chain = plan.chains[where]
-    collector = _Collector(chain, policy.order_source, plan.cases.get(where, ()))
-    collector.rules += _unfit(entry, policy)
+    collector = _Collector(plan.chains[where], policy.order_source, plan.cases.get(where, ()))
+    problems = [(case, unfit(case, signature, members)) for case in policy.cases]
+    collector.rules += [f'{_words(case)}: {problem}' for case, problem in problems if problem is not None]
     _run(entry, plan, where, collector, args, kwargs, pretended)
-    breakers = entry.dispatcher.breakers if policy.falls_back and pretended is None else None
-    return _decision(entry, collector, where, bound.arguments, assumed, breakers)
+    return _decision(entry, collector, where, bound.arguments, assumed, breakers=policy.falls_back and pretended is None)
 
 
 # in eager, from a frame that Dynamo gave up on, it would trace all of this
@@ -150,39 +133,34 @@ never_a_frame(decide, callees=True)
 
 
 def _baseline(entry: LiveFunction, arguments: dict[str, Any]) -> Decision:
-    """Nothing is dispatched: the undecorated function runs, whatever it is given."""
-    entry.dispatcher.discovery.load(entry.spec.operation)
+    """The undecorated function runs for every call."""
     variable = entry.dispatcher.environment.name('DISABLE_BACKEND_DISPATCH')
     out = 'excluded', f'{variable} was set at import, so that nothing is dispatched', variable
     members = sorted(entry.members(), key=lambda member: member.backend.kind != 'default')
-    chain = [Candidate(member, None if member.backend.kind == 'default' else out) for member in members]
-    collector = _Collector(chain, variable)
+    collector = _Collector([Candidate(m, None if m.backend.kind == 'default' else out) for m in members], variable)
     collector.accept(0)
     return _decision(entry, collector, ANY, arguments, set())
 
 
 def _run(
-    entry: LiveFunction, plan: Any, platform: str, collector: _Collector, args: Any, kwargs: Any, pretended: str | None
+    entry: LiveFunction, plan: Plan, platform: str, collector: _Collector, args: Any, kwargs: Any, pretended: str | None
 ) -> None:
-    generator = Explain(entry.spec.signature, plan, 'e')
+    spec, breakers = entry.spec, entry.dispatcher.breakers
+    generator = Explain(spec.signature, plan, 'e')
     generator.only = platform
     if pretended not in (None, NO_TENSOR):  # fake tensors may have to be on another device than the one they stand for
         generator.device_type = 'cuda' if pretended == 'rocm' else pretended
-    source = source_of(generator, entry.spec.name, check_source(entry.spec, plan.policy), first='_d_c')
-    namespace = {**entry.globals, **generator.w.bindings, '_d_refusal': partial(_refusal, entry)}
+    source = generator.source(spec.name, check_source(spec, plan.policy), first='_d_c')
+    namespace = {**entry.globals, **generator.w.bindings}
+    namespace['_d_refusal'] = lambda backend: breakers.of(spec.key, backend).refusal()
     if pretended is not None:
         namespace['_d_platform'] = partial(_platform_if, pretended)
-        namespace['_d_refusal'] = lambda backend: None  # what failed, failed on this machine
+        namespace['_d_refusal'] = lambda backend: None  # breakers describe this machine
     made: dict[str, Any] = {}
-    exec(compile(source, f'<fla dispatch {entry.spec.key} explain>', 'exec'), namespace, made)
-    function: types.FunctionType = made[entry.spec.name]
-    positional, function.__kwdefaults__ = entry.spec.signature.defaults()
-    function.__defaults__ = positional
+    exec(compile(source, f'<fla dispatch {spec.key} explain>', 'exec'), namespace, made)
+    function: types.FunctionType = made[spec.name]
+    function.__defaults__, function.__kwdefaults__ = spec.signature.defaults()
     function(collector, *args, **kwargs)
-
-
-def _refusal(entry: LiveFunction, backend: str) -> str | None:
-    return entry.dispatcher.breakers.of(entry.spec.key, backend).refusal()
 
 
 def _platform_if(pretended: str, value: Any) -> str:
@@ -192,59 +170,45 @@ def _platform_if(pretended: str, value: Any) -> str:
     return tensors.platform_of(value)
 
 
-def _platform_of_call(entry: LiveFunction, arguments: dict[str, Any]) -> str:
-    values = [arguments.get(name) for name in entry.spec.signature.tensors]
-    return tensors.platform_of(tensors.first_tensor(values))
-
-
 def _decision(
     entry: LiveFunction,
     collector: _Collector,
     platform: str,
     arguments: dict[str, Any],
     assumed: set[int],
-    breakers: Breakers | None = None,
+    *,
+    breakers: bool = False,
 ) -> Decision:
     reports = []
-    chain, order = collector.chain, collector.order
+    spec, chain, order = entry.spec, collector.chain, collector.order
     for place, c in enumerate(chain):
         backend = c.member.backend
         verdict, reason, source = c.out or collector.verdicts.get(place, ('rejected', 'not reached', 'order'))
         if place == collector.winner:
             verdict, source = 'chosen', order
-            reason = None
-        notes = []
+        notes: list[str] = []
         if not backend.verified:
             notes.append('unverified: never run against its real package')
         if c.member.untraceable and verdict in CAN_RUN:
             notes.append(f'skipped in compiled code: {c.member.untraceable}')
         if id(backend) in assumed:
             notes.append('assumed to be installed')
-        circuit = breakers.of(entry.spec.key, c.member.name).note() if breakers and verdict in CAN_RUN else None
-        if circuit is not None:
-            notes.append(circuit)
+        if breakers and verdict in CAN_RUN:
+            notes += filter(None, [entry.dispatcher.breakers.of(spec.key, c.member.name).note()])
         if c.boosts:
             notes.append(f'priority {", ".join(c.boosts)}')
         if c.overridden:
             notes.append(f'forced by {order} although {c.overridden}')
         if verdict in CAN_RUN:
-            notes.extend(backend.explain_notes(entry.spec.name, arguments))
+            notes += backend.explain_notes(spec.name, arguments)
         kind = backend.kind if c.member.implementation is not None else 'vendor'
+        text = None if verdict in ('chosen', 'eligible') else format_reason(reason)
         reports.append(
-            CandidateReport(
-                c.member.name,
-                backend.impl_id,
-                kind,
-                verdict,
-                None if verdict in ('chosen', 'eligible') else format_reason(reason),
-                source,
-                c.member.priority,
-                tuple(notes),
-            )
+            CandidateReport(c.member.name, backend.impl_id, kind, verdict, text, source, c.member.priority, tuple(notes))
         )
     winner = chain[collector.winner].member if collector.winner is not None else None
     return Decision(
-        entry.spec.key,
+        spec.key,
         winner.name if winner else None,
         collector.error if winner is None else None,
         tuple(reports),
@@ -257,7 +221,7 @@ def _decision(
 
 
 def describe_argument(value: Any) -> str:
-    """A value in a few words: a tensor's dtype, shape and device."""
+    """A short text: dtype, shape and device of a tensor, else a shortened `repr`."""
     if isinstance(value, torch.Tensor):
         grad = ', requires grad' if value.requires_grad else ''
         try:
@@ -285,7 +249,7 @@ def _device_named(name: str | torch.device) -> Device:
 
 
 def _facts_elsewhere(here: Facts, device: Device, assumed: set[int]) -> Facts:
-    """The facts of a machine with one such device, on which every package is installed."""
+    """The facts of a machine with this device and every package installed."""
 
     def package(backend: BaseBackend) -> Verdict:
         verdict = here.package(backend)
@@ -293,19 +257,19 @@ def _facts_elsewhere(here: Facts, device: Device, assumed: set[int]) -> Facts:
             assumed.add(id(backend))
         return True, None
 
-    return Facts(package, lambda backend, where: capability_verdict(backend, where), lambda _: (device,), here.gate)
+    return Facts(package, capability_verdict, lambda _: (device,), here.gate)
 
 
 def _stand_in(platform: str) -> str:
-    """The device type of a fake tensor that stands for one on a platform. Only torch_npu has a device for NPUs, and where
-    there is a GPU of one make, torch makes no fake tensors for another."""
+    """The device type of a fake tensor that stands for a platform's. NPU devices need torch_npu, and on a machine with one
+    vendor's GPU, torch makes no fake tensors for another vendor's."""
     others = {'xpu': torch.cuda, 'cuda': torch.xpu}
     kind = {'rocm': 'cuda', 'npu': 'npu' if hasattr(torch, 'npu') else 'meta', NO_TENSOR: 'cpu'}.get(platform, platform)
     return 'meta' if kind in others and others[kind].is_available() else kind
 
 
 def _as_if_on(bound: inspect.BoundArguments, platform: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every tensor replaced by a fake one on that platform. Arguments named `…_cpu` stay on the host."""
+    """The arguments with fake tensors on that platform. Arguments named `…_cpu` stay on the host."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_map_only
 
@@ -317,35 +281,34 @@ def _as_if_on(bound: inspect.BoundArguments, platform: str) -> tuple[tuple[Any, 
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=kind)
             return made.requires_grad_(tensor.requires_grad)
 
-    moved: Callable[[Any], Any] = lambda value: tree_map_only(torch.Tensor, fake, value)  # noqa: E731
     for name, value in bound.arguments.items():
         if not name.endswith('_cpu'):
-            bound.arguments[name] = moved(value)
+            bound.arguments[name] = tree_map_only(torch.Tensor, fake, value)
     return bound.args, bound.kwargs
 
 
 def explain(
     function: Callable[..., Any], /, *args: Any, platform: str | torch.device | None = None, **kwargs: Any
 ) -> Decision:
-    """What the call `function(*args, **kwargs)` would run and why, without running it.
+    """Which backend the call `function(*args, **kwargs)` would run and why, without running it.
 
     Args:
         function: a dispatched function.
-        *args, **kwargs: the call. Meta and fake tensors serve as well as real ones.
-        platform: answer for other hardware: a platform ('cuda', 'rocm', …) or a device ('h100', 'mi300x', …). Packages that
-            are missing here are assumed to be installed there, and marked so.
+        *args, **kwargs: the call. Meta and fake tensors are accepted.
+        platform: explain the call for other hardware: a platform ('cuda', 'rocm', …) or a device ('h100', 'mi300x', …).
+            Packages that are missing here are assumed to be installed there, and marked so.
 
     Returns:
-        A `Decision`: the winner, and every candidate with its verdict, reason and who says so.
+        A `Decision`: the winner, and every candidate with its verdict, its reason, and the source of the reason.
 
     Raises:
         TypeError: if `function` is not dispatched, or the arguments do not fit it.
-        Whatever the operation's own check raises for a bad call.
+        Exceptions of the operation's own check for a bad call.
     """
     entry = entry_of(function)
     if inspect.ismethod(function):
         args = (function.__self__, *args)
-    if 'platform' in entry.spec.signature.names:
+    if platform is not None and 'platform' in entry.spec.signature.names:
         # the call's own argument; such a function cannot be explained for other hardware
-        kwargs, platform = ({**kwargs, 'platform': platform} if platform is not None else kwargs), None
+        kwargs, platform = {**kwargs, 'platform': platform}, None
     return decide(entry, args, kwargs, platform)

@@ -1,8 +1,8 @@
-"""Freezing: plans without environment reads, and a manifest that says what was chosen.
+"""Frozen dispatch: plans that read no environment, and a manifest of the selections.
 
-For serving and for caches of compiled code: after `freeze_dispatch()` toggles are not looked at, and changing a policy or a
-registry raises; only a circuit breaker still keeps a backend out, under `on_error='fallback'`. The manifest's sha256 can be
-part of a cache key or be required on another host or rank.
+For serving and for caches of compiled code. After `freeze_dispatch()` toggles are not read, and changing a policy or a
+registry raises; under `on_error='fallback'` circuit breakers still work. The manifest's sha256 can be part of a cache key,
+or be required on another host or rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fla.backends.runtime.situation import Frozen
 
 
 class Manifest(dict[str, Any]):
-    """What was chosen, as JSON-ready values; `sha256` covers everything else."""
+    """Selections as JSON-ready values; `sha256` covers everything else."""
 
     @property
     def sha256(self) -> str:
@@ -47,8 +47,7 @@ def _hash(content: Mapping[str, Any]) -> str:
 
 
 def _portable(text: str, owner: Dispatcher, layers: Iterable[Layer]) -> str:
-    """Without the places in source files that scopes name, and without the paths of policy files: they differ from host to
-    host, and select nothing."""
+    """The text without the places of scopes and the paths of policy files, which differ between hosts and select nothing."""
     words: dict[str, str] = {}
     for layer in layers:
         places = {place for _, place in layer.policy.places} | {rule.place for rule in layer.policy.rules}
@@ -59,40 +58,41 @@ def _portable(text: str, owner: Dispatcher, layers: Iterable[Layer]) -> str:
 
 
 def manifest(dispatcher: Dispatcher | None = None, *, platforms: tuple[str, ...] = ()) -> Manifest:
-    """What every known function would choose from now, by platform: its candidates in order, and why others are out.
+    """The candidates of every known function in order, by platform, and why others are out.
 
     Args:
         dispatcher: the namespace; default: fla's own.
-        platforms: platforms to answer for. Default: those that calls have been seen on, else 'cpu'.
+        platforms: platforms to answer for. Default: those of the calls so far, else 'cpu'.
     """
-    return _manifest(owner_of(dispatcher), lambda key, seen: platforms or seen or ('cpu',))
+    return _manifest(owner_of(dispatcher), lambda key: platforms)
 
 
-def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tuple[str, ...]]) -> Manifest:
-    """`platforms(key, seen)` are those that a function is answered for, given those that its calls were seen on."""
+def _manifest(owner: Dispatcher, platforms: Callable[[str], tuple[str, ...]]) -> Manifest:
+    """`platforms(key)`: platforms to answer for; empty for those of the function's calls so far."""
     owner.discovery.load_all()
     state = owner.policies.state
     selections = {}
     packages: set[str] = set()
     for key, entry in sorted(owner.catalogue.functions().items()) if not owner.baseline else ():
         policy = entry.policy(state)
-        plan = build(entry.spec.signature, entry.members(), policy, platforms(key, entry.platforms), entry.facts(policy))
-        chains: dict[str, Any] = {}
+        names = platforms(key) or entry.platforms or ('cpu',)
+        plan = build(entry.spec.signature, entry.members(), policy, names, entry.facts(policy))
         orders = list(plan.chains.items())
         for platform, cases in plan.cases.items():
             for case in cases:
                 when = case.conditional.condition.text if case.conditional.condition else 'always'
                 orders.append((f'{platform} when {when}', case.chain))
+        chains: dict[str, Any] = {}
         for name, chain in orders:
             rows = []
             for c in chain:
-                on = c.gate is None or c.gate.is_on
-                out = c.out or (None if on or c.gate is None else ('disabled', c.gate.says_off, c.gate.source))
+                off = c.gate is not None and not c.gate.is_on
+                out = c.out or (('disabled', c.gate.says_off) if c.gate and off else None)
                 reason = _portable(f'{out[0]}: {format_reason(out[1])}', owner, state.layers) if out else None
                 rows.append({'backend': c.member.name, 'out': reason})
                 if out is None and c.member.backend.package_name:
                     packages.add(c.member.backend.package_name)
-            chains.setdefault(name, rows)  # of two rules with one condition only the first is asked
+            chains.setdefault(name, rows)  # of two rules with the same condition only the first is asked
         selections[key] = chains
     content = {
         'namespace': owner.namespace,
@@ -111,13 +111,12 @@ def _manifest(owner: Dispatcher, platforms: Callable[[str, tuple[str, ...]], tup
 
 
 def freeze_dispatch(dispatcher: Dispatcher | None = None, *, platforms: tuple[str, ...] = ()) -> Manifest:
-    """Fix what is chosen: toggles keep the values they have now, and changes of policy or registry raise FrozenError.
-
-    Loads every operation. Verifiers still run on each call; `resolve()` removes them, too.
+    """Fix policy and toggles at their current values: changes of policy or registry raise FrozenError until
+    `thaw_dispatch()`. Loads every operation. Verifiers still run on each call; `resolve()` removes them, too.
 
     Args:
         dispatcher: the namespace; default: fla's own.
-        platforms: platforms the manifest answers for. Default: those that calls have been seen on, else 'cpu'.
+        platforms: platforms that the manifest answers for. Default: those of the calls so far, else 'cpu'.
 
     Returns:
         The manifest.
@@ -145,33 +144,28 @@ def is_frozen(dispatcher: Dispatcher | None = None) -> bool:
 
 
 def require_manifest(expected: str | Path | Mapping[str, Any], dispatcher: Dispatcher | None = None) -> Manifest:
-    """Check that this process would choose exactly what `expected` says.
+    """Check that this process selects exactly as `expected` says; returns this process's manifest.
 
     Args:
         expected: a manifest, or the path of a saved one.
 
-    Returns:
-        This process's manifest.
-
     Raises:
-        ManifestMismatchError: names every difference.
-        ValueError: if `expected` is no manifest.
+        ManifestMismatchError: lists every difference.
+        ValueError: if `expected` is not a manifest.
     """
     wanted: Any = expected
     if not isinstance(expected, Mapping):
         try:
             wanted = json.loads(Path(expected).read_text(encoding='utf-8'))
-        except ValueError as error:  # no JSON, or not even text
+        except ValueError as error:  # not JSON, or not text
             raise ValueError(f'{expected} is not a manifest saved by freeze_dispatch().save(path): {error}') from None
-    wanted = dict(wanted) if isinstance(wanted, Mapping) else wanted
-    if not isinstance(wanted, dict) or not {'selections', 'versions', 'policy', 'sha256'} <= wanted.keys():
+    if not isinstance(wanted, Mapping) or not {'selections', 'versions', 'policy', 'sha256'} <= wanted.keys():
         raise ValueError('expected must be a manifest, or the path of one saved by freeze_dispatch().save(path)')
     if wanted['sha256'] != _hash(wanted):
         raise ManifestMismatchError('the manifest was edited: its sha256 does not fit its content')
     selections: Mapping[str, Mapping[str, Any]] = wanted['selections']
     have = _manifest(
-        owner_of(dispatcher),
-        lambda key, seen: tuple(p for p in selections.get(key, ()) if p != ANY and ' when ' not in p) or seen or ('cpu',),
+        owner_of(dispatcher), lambda key: tuple(p for p in selections.get(key, ()) if p != ANY and ' when ' not in p)
     )
     if have.sha256 != wanted['sha256']:
         raise ManifestMismatchError('this process differs from the manifest:\n' + '\n'.join(_differences(wanted, have, '')))

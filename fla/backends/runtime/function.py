@@ -1,8 +1,7 @@
-"""The function object that users hold: its globals, its cold code, and how source becomes code beside it."""
+"""The function object that users hold: its globals, its cold code, and the compilation of generated source."""
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import weakref
 from types import CodeType, FunctionType
@@ -23,7 +22,7 @@ from fla.backends.runtime.dispatcher import LiveFunction
 from fla.backends.runtime.view import BackendsView
 from fla.utils.env import LIVE
 
-# Globals of generated code. Without `__name__`: Dynamo would look its globals up in the module of that name.
+# Globals of generated code. No `__name__`: Dynamo would look the globals up in the module of that name.
 _GLOBALS: dict[str, Any] = {
     '_d_BaseException': BaseException,
     '_d_Bug': BackendBugError,
@@ -55,7 +54,7 @@ _GLOBALS: dict[str, Any] = {
 
 
 class Namespace:
-    """Globals of one function's generated code, and how source becomes code in them.
+    """Globals of one function's generated code, and the compilation of source in them.
 
     Attributes:
         globals: a plain dict, since Dynamo guards the length of a subclass.
@@ -66,25 +65,19 @@ class Namespace:
         self.globals = {**_GLOBALS, '_d_check': spec.check}
 
     def compile(self, source: str, what: str) -> FunctionType:
-        """Source to a function. Its lines are in linecache, so that tracebacks and Dynamo show them."""
+        """Source to a function with the public function's defaults. Its lines are in linecache for tracebacks and Dynamo."""
         filename = f'<fla dispatch {self.spec.key} {what}>'
-        code = compile(source, filename, 'exec')
         made: dict[str, Any] = {}
-        exec(code, self.globals, made)
+        exec(compile(source, filename, 'exec'), self.globals, made)
         function: FunctionType = made[self.spec.name]
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         weakref.finalize(function.__code__, linecache.cache.pop, filename, None).atexit = False
-        return function
-
-    def compile_whole(self, source: str, what: str) -> FunctionType:
-        """`compile`, for a function that is called by itself: with the defaults of the public function."""
-        function = self.compile(source, what)
         function.__defaults__, function.__kwdefaults__ = self.spec.signature.defaults()
         return function
 
     def drop_with(self, code: CodeType, *names: str) -> None:
-        """Drop names when the code that uses them goes. The finalizer must not hold the namespace: that would keep it alive
-        for ever."""
+        """Drop globals when the code that uses them is freed. The finalizer holds this namespace weakly: otherwise the
+        namespace would never be freed."""
         weakref.finalize(code, _drop, weakref.ref(self), names).atexit = False
 
 
@@ -95,12 +88,12 @@ def _drop(owner: weakref.ref[Namespace], names: tuple[str, ...]) -> None:
 
 
 def make_wrapper(namespace: Namespace, serial: str) -> FunctionType:
-    """The cold function, which looks like the one that was decorated."""
+    """The public function with cold code and the attributes of the decorated function."""
     spec = namespace.spec
     signature, function = spec.signature, spec.default
     source = f'{signature.header(spec.name)}\n    if _d_cold("") and _d_dyn(): _d_restart()\n'
     source += f'    return _d_self({signature.forward_all()})\n'
-    wrapper = namespace.compile_whole(source, f'cold {serial}')
+    wrapper = namespace.compile(source, f'cold {serial}')
     wrapper.__module__ = function.__module__
     wrapper.__qualname__ = getattr(function, '__qualname__', spec.name)
     wrapper.__doc__ = function.__doc__
@@ -114,49 +107,25 @@ def make_wrapper(namespace: Namespace, serial: str) -> FunctionType:
 def attach(function: Any, entry: LiveFunction) -> None:
     """Give a function the attributes by which users and tools inspect it."""
     function.backends = BackendsView(entry)
-    function.bind = entry.bind
-    function.resolve = entry.resolve
-    function.explain = entry.explain
+    function.bind, function.resolve, function.explain = entry.bind, entry.resolve, entry.explain
     function.__fla_entry__ = entry
 
 
-def check_call(spec: FunctionSpec) -> str | None:
-    """The arguments that `check` is called with, None without a check. It may also name `check_values`, which is True under
-    FLA_CHECK_VALUES.
-
-    Raises:
-        TypeError: for a check that names a parameter which the function does not have.
-    """
-    if spec.check is None:
-        return None
-    extra = {'check_values'} - set(spec.signature.names)
-    call = spec.signature.call(spec.check)
-    bad = [name for name in call.unfillable if name not in extra]
-    if bad or (unknown := [name for name in call.unknown if name not in extra]):
-        names = ', '.join(map(repr, bad or unknown))
-        raise TypeError(
-            f'check {location(spec.check)} names {names}, which {spec.name} ({spec.place}) does not have; '
-            f'it may name {", ".join(spec.signature.names)}, check_values'
-        )
-    return call.arguments
-
-
-def check_default(spec: FunctionSpec) -> None:
-    """Raises TypeError for a verifier that names a parameter which the function does not have."""
-    if spec.default_verifier is not None:
-        unknown = spec.signature.call(spec.default_verifier).unknown
-        if unknown:
+def check_parameters(spec: FunctionSpec) -> None:
+    """Raises TypeError for a check or default verifier that names a parameter which the function does not have."""
+    for what, method, extra in (('check', spec.check, ['check_values']), ('default_verifier', spec.default_verifier, [])):
+        unknown = [] if method is None else [n for n in spec.signature.call(method).unknown if n not in extra]
+        if method is not None and unknown:
             raise TypeError(
-                f'default_verifier {location(spec.default_verifier)} names {", ".join(map(repr, unknown))}, which '
-                f'{spec.name} ({spec.place}) does not have; it may name {", ".join(spec.signature.names)}'
+                f'{what} {location(method)} names {", ".join(map(repr, unknown))}, which {spec.name} ({spec.place}) '
+                f'does not have; it may name {", ".join([*spec.signature.names, *extra])}'
             )
 
 
 def check_source(spec: FunctionSpec, policy: ResolvedPolicy) -> str | None:
-    """The arguments that `check` is called with under a policy."""
-    arguments = check_call(spec)
-    if arguments is None or spec.check is None:
+    """The arguments that `check` is called with under a policy; None without a check."""
+    if spec.check is None:
         return None
-    if 'check_values' in spec.signature.names or 'check_values' not in inspect.signature(spec.check).parameters:
-        return arguments
-    return f'{arguments}{", " if arguments else ""}check_values={policy.check_values}'
+    call = spec.signature.call(spec.check)
+    values = f'check_values={policy.check_values}' if call.unknown else ''  # the only such name that it may have
+    return ', '.join(filter(None, (call.arguments, values)))

@@ -1,4 +1,4 @@
-"""Functions that generated code calls to report: bugs, unmet wishes, first uses, reasons. Each message is given once."""
+"""Functions that generated code calls to log, record and count. Each message is logged once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from fla.backends.backend.base import format_reason
-from fla.backends.codegen.call import Actions
 from fla.backends.codegen.generator import unanswerable_text
 from fla.backends.core import logs
 from fla.backends.core.dynamo import while_tracing
@@ -22,87 +21,43 @@ from fla.backends.runtime.dispatcher import Dispatcher
 from fla.backends.runtime.recorders import COMPILED, OUTCOMES, begin, elapsed
 
 
-class RuntimeHooks(Actions):
-    """The reports of one function's code."""
+class RuntimeHooks:
+    """Makes the functions for one dispatched function's code.
+
+    A function that Dynamo may meet takes no arguments: it is marked constant and runs while tracing.
+    """
 
     def __init__(self, spec: FunctionSpec, dispatcher: Dispatcher) -> None:
         self.spec, self.dispatcher = spec, dispatcher
         self.shows_reasons = logs.logger.isEnabledFor(logging.DEBUG)
 
-    def _log_once(
-        self, kind: str, c: Candidate, level: int, text: str, *args: object, trace: bool = False
-    ) -> Callable[[], None]:
-        key = (kind, self.spec.key, c.member.name, text)
+    def _log_once(self, c: Candidate, level: int, text: str, *args: object, trace: bool = False) -> Callable[[], None]:
+        """A function that logs `text`, which begins with the function's key and the backend's name."""
+        key, name = self.spec.key, c.member.name
 
-        def say() -> None:
-            logs.once(key, level, text, *args, exc_info=trace)
+        def log() -> None:
+            logs.once((key, name, text), level, f'%s: backend %r {text}', key, name, *args, exc_info=trace)
 
-        return while_tracing(say)
+        return while_tracing(log)
 
-    def bug(self, c: Candidate, method: str) -> Callable[[], None]:
-        return self._log_once(
-            'bug',
-            c,
-            logging.ERROR,
-            '%s: %s of backend %r (%s) raised; the backend is skipped. This is a bug in the backend.',
-            self.spec.key,
-            method,
-            c.member.name,
-            self._where(c, method),
-            trace=True,
-        )
-
-    def bad_return(self, c: Candidate, method: str) -> Callable[[], None]:
-        return self._log_once(
-            'bad',
-            c,
-            logging.ERROR,
-            '%s: %s of backend %r (%s) must return (True, None) or (False, reason) and did not; the backend is skipped.',
-            self.spec.key,
-            method,
-            c.member.name,
-            self._where(c, method),
-        )
-
-    def _where(self, c: Candidate, method: str) -> str:
-        found = c.member.verifier if method == 'verifier' else c.member.prefers
-        return location(found)
+    def broken(self, c: Candidate, method: str, *, raised: bool) -> Callable[[], None]:
+        where = location(c.member.verifier if method == 'verifier' else c.member.prefers)
+        wrong = 'raised' if raised else 'must return (True, None) or (False, reason) and did not'
+        text = f'is skipped: its {method} (%s) {wrong}. This is a bug in the backend.'
+        return self._log_once(c, logging.ERROR, text, where, trace=raised)
 
     def unmet(self, c: Candidate) -> Callable[[], None]:
-        return self._log_once(
-            'unmet',
-            c,
-            logging.WARNING,
-            '%s: backend %r was asked for and does not take this call; see explain() for the reason',
-            self.spec.key,
-            c.member.name,
-        )
+        text = 'was asked for and does not take this call; see explain() for the reason'
+        return self._log_once(c, logging.WARNING, text)
 
     def untraceable(self, c: Candidate) -> Callable[[], None]:
-        return self._log_once(
-            'untraceable',
-            c,
-            logging.WARNING,
-            '%s: backend %r is skipped in compiled code: %s',
-            self.spec.key,
-            c.member.name,
-            c.member.untraceable,
-        )
+        return self._log_once(c, logging.WARNING, 'is skipped in compiled code: %s', c.member.untraceable)
 
     def first_use(self, c: Candidate, platform: str) -> Callable[[], None] | None:
-        slow = c.member.backend.kind == 'reference' and platform not in ('any', 'cpu', 'meta', 'none')
-        if slow:
-            return self._log_once(
-                'slow',
-                c,
-                logging.WARNING,
-                '%s: the reference (plain PyTorch) serves tensors on %s; see explain() for why',
-                self.spec.key,
-                platform,
-            )
-        if not logs.logger.isEnabledFor(logging.INFO):
-            return None
-        return self._log_once('use', c, logging.INFO, '%s: backend %r is used', self.spec.key, c.member.name)
+        if c.member.backend.kind == 'reference' and platform not in ('any', 'cpu', 'meta', 'none'):
+            text = '(a plain PyTorch reference) serves tensors on %s; see explain() for why'
+            return self._log_once(c, logging.WARNING, text, platform)
+        return self._log_once(c, logging.INFO, 'is used') if logs.logger.isEnabledFor(logging.INFO) else None
 
     def traced(self, c: Candidate) -> Callable[[], None]:
         record = self.record(c)
@@ -120,12 +75,8 @@ class RuntimeHooks(Actions):
 
     def unanswerable(self, case: Conditional) -> Callable[[], None]:
         advice = 'explain() says why; calls without x are excluded by "x is not None and"'
-        text = f'{unanswerable_text(case, self.spec.key)} and does not hold: {advice}'
-
-        def say() -> None:
-            logs.warn_once(('unanswerable', text), '%s', text)
-
-        return while_tracing(say)
+        text = f'{self.spec.key}: {unanswerable_text(case)} and does not hold: {advice}'
+        return while_tracing(lambda: logs.warn_once(('unanswerable', text), '%s', text))
 
     def breaker(self, c: Candidate) -> Breaker:
         return self.dispatcher.breakers.of(self.spec.key, c.member.name)
@@ -158,19 +109,12 @@ class RuntimeHooks(Actions):
         return begin, elapsed
 
     def reason(self, c: Candidate) -> Callable[[Any], None] | None:
-        if not self.shows_reasons:
-            return None
         key, name = self.spec.key, c.member.name
 
-        def say(reason: Any) -> None:
+        def log(reason: Any) -> None:
             text = format_reason(reason)
             logs.once(
-                ('reason', key, name, text),
-                logging.DEBUG,
-                '%s: backend %r does not take this call: %s',
-                key,
-                name,
-                text,
+                ('reason', key, name, text), logging.DEBUG, '%s: backend %r does not take this call: %s', key, name, text
             )
 
-        return say
+        return log if self.shows_reasons else None

@@ -1,6 +1,6 @@
 """The layers of policy of a namespace. Highest first: scopes, code, environment, file, measured.
 
-A new layer is a field of `Situation`, its place in `Situation._compose`, and a verb here that changes it.
+A new layer is a field of `Situation`, its place in `Situation._compose`, and a method here that changes it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Errors = set[tuple[int, str]]
 
 
 class Draft(Protocol):
-    """A policy file as it was read."""
+    """A policy file that was read but is not in force."""
 
     def version(self, unknown: Errors | None = None) -> PolicyVersion:
-        """The policy that can be put in force; raises DispatchError, with `errors`, if the file is wrong."""
+        """The policy to put in force. Raises DispatchError, with `errors`, if the file is wrong."""
 
     def unknown(self, catalogue: Catalogue[Any]) -> Errors:
         """(line, problem) of each unknown name."""
@@ -42,7 +42,7 @@ class Draft(Protocol):
 
 
 class PolicyReader(Protocol):
-    """Reads policy files, and looks up the names in a policy. Imported when first used: it needs pydantic and YAML."""
+    """Reads policy files and looks up the names in a policy. Imported on first use: it needs pydantic and YAML."""
 
     def read(self, path: str | os.PathLike[str]) -> Draft:
         """Raises OSError, ImportError."""
@@ -52,15 +52,15 @@ class PolicyReader(Protocol):
 
 
 class PolicyStack:
-    """Who says what, and what is in force.
+    """The layers of policy, and the situation that they produce.
 
     Args:
         control: owns the situation.
         environment: the namespace's variables.
         toggles: the backends' variables.
         catalogue: looks up names.
-        reader: reads policy files.
-        recorder: makes the recorder that the environment asks for.
+        reader: returns the reader of policy files.
+        recorder: makes the recorder that the environment requests.
         changed: called outside the lock, with the reason, after a policy changed.
     """
 
@@ -77,19 +77,21 @@ class PolicyStack:
     ) -> None:
         self.control, self.environment, self.toggles, self.catalogue = control, environment, toggles, catalogue
         self._reader, self._make_recorder, self._changed = reader, recorder, changed
-        self.environment_recorder: Recorder | None = None
+        self._environment_recorder: Recorder | None = None
         self._draft: Draft | None = None
         self._names_checked = False
 
     def forget(self) -> None:
-        """Read the environment again, as a fresh process does."""
-        self.environment_recorder = self._draft = None
+        """Forget what the environment requested; called by `reset()`."""
+        if self._environment_recorder is not None:
+            self._environment_recorder.clear()  # else FLA_DISPATCH_TRACE=1 prints these calls at exit
+        self._environment_recorder = self._draft = None
 
     # -- in force ---------------------------------------------------------------------------------------------------------
 
     @property
     def now(self) -> Situation:
-        """The situation in force. The environment is read on the first call."""
+        """The situation in force. The first access reads the environment."""
         if self.control.now.environment is None:
             self._read_environment()
         return self.control.now
@@ -105,7 +107,7 @@ class PolicyStack:
         return self.control.now.frozen
 
     def is_strict(self, operation: str | None = None) -> bool:
-        """Whether bugs raise: in an operation, or outside any."""
+        """Whether bugs raise in an operation; None: in code of no operation."""
         for layer in self.state.layers:
             about = layer.policy.op
             concerned = about is None or (operation is not None and f'{about}.'.startswith(f'{operation}.'))
@@ -114,11 +116,11 @@ class PolicyStack:
         return False
 
     def kind_of(self, layer: Layer) -> str:
-        """The name of a layer, without the place where it was written."""
+        """The name of a layer, without its place in a source file."""
         now = self.control.now
         if layer is now.measured:
             return 'measured'
-        if now.file is not None and layer.source == file_layer(now.file.policy, now.file.source).source:
+        if layer.source == now.file_source:
             return 'policy file'
         return re.sub(r' at .+:\d+$', '', layer.source, flags=re.DOTALL)
 
@@ -136,7 +138,7 @@ class PolicyStack:
         return f'{self.environment.name("DISABLE_BACKEND_DISPATCH")} was set at import, so that nothing is dispatched'
 
     def refuse_if_frozen(self, what: str) -> None:
-        """Raises FrozenError while dispatch is frozen, except for what a lazy load does."""
+        """Raises FrozenError while dispatch is frozen, except in a lazy load."""
         if self.frozen is not None and not self.catalogue.discovery.is_loading():
             raise FrozenError(f'cannot {what} while dispatch is frozen; call thaw_dispatch() first')
 
@@ -147,15 +149,14 @@ class PolicyStack:
 
         Args:
             pinned: a state that replaces all layers.
-            verb: what the user called, for a warning if another thread holds a scope; None: no warning, and the scope
-                belongs to no thread.
+            verb: the public function that was called, for a warning if another thread holds a scope. None: no warning, and
+                the scope belongs to no thread.
         """
         thread = threading.get_ident() if verb is not None else None
-        others = [s.thread for s in self.now.scopes if s.thread not in (None, thread)]
-        if verb is not None and others:
+        if verb is not None and any(scope.thread not in (None, thread) for scope in self.now.scopes):
             logs.warn_once(
                 ('scope threads',),
-                '%s is entered while another thread holds a scope. Scopes are process-wide: bind() what must '
+                '%s is entered while another thread holds a scope. Scopes are process-wide: use bind() for policies that '
                 'differ between threads.',
                 verb,
             )
@@ -163,17 +164,17 @@ class PolicyStack:
         self.control.change(lambda now: replace(now, scopes=(*now.scopes, entered)))
 
     def pop_scope(self, token: int) -> None:
-        """Leave a scope, whichever others were entered since."""
+        """Leave a scope; later scopes stay."""
         self.control.change(lambda now: replace(now, scopes=tuple(s for s in now.scopes if s.token != token)))
 
     # -- code -------------------------------------------------------------------------------------------------------------
 
     def set_policy(self, policy: Policy) -> Policy | None:
-        """Set the policy of the code layer, for the whole process; returns the one it replaces.
+        """Set the policy of the code layer for the whole process; returns the one that it replaces.
 
         Raises:
             UnknownNameError: for an unknown operation or backend.
-            DispatchError: for another order of a function that the policy file locks.
+            DispatchError: for an order that contradicts a lock of the policy file.
             FrozenError: while dispatch is frozen.
         """
         if not isinstance(policy, Policy):
@@ -189,7 +190,7 @@ class PolicyStack:
         return old
 
     def get_policy(self) -> Policy | None:
-        """The policy of the code layer, None if none is set."""
+        """The policy of the code layer."""
         code = self.control.now.code
         return code.policy if code else None
 
@@ -203,7 +204,7 @@ class PolicyStack:
         self.policy_changed()
 
     def policy_changed(self) -> None:
-        """Failures under another policy say nothing under this one. Never called under the lock."""
+        """Clear failures, which were counted under another policy. Never called under the lock."""
         self._changed('the policy changed')
 
     def check_scope(self, policy: Policy) -> None:
@@ -233,10 +234,10 @@ class PolicyStack:
     # -- the file, and measured choices -----------------------------------------------------------------------------------
 
     def set_file(self, made: PolicyVersion) -> PolicyVersion:
-        """Put a policy that was read in force as the file layer, in place of the former one.
+        """Put a policy in force as the file layer, in place of the former one.
 
         Returns:
-            The version, numbered anew unless it has been in force before.
+            The version, with a new number unless it was in force before.
 
         Raises:
             FrozenError: while dispatch is frozen.
@@ -247,15 +248,14 @@ class PolicyStack:
         return made
 
     def swap_file(self, made: PolicyVersion) -> tuple[PolicyVersion, bool]:
-        """`set_file` without its notifications: the version, and whether `policy_changed()` is due, which a caller that
-        holds a lock leaves for later."""
+        """`set_file` without its notification: the version, and whether the caller must call `policy_changed()`, which a
+        caller that holds a lock does later."""
         self.refuse_if_frozen('change the file layer')
         self.warn_in_baseline('a policy file')
         former = self.now.file
 
         def put(now: Situation) -> Situation:
-            config, number = now.config, now.file_versions
-            version = made
+            config, number, version = now.config, now.file_versions, made
             if not made.version:
                 number += 1
                 version = replace(made, version=number)
@@ -263,9 +263,9 @@ class PolicyStack:
                     config = version  # so that refresh() does not put it in force again after a rollback()
             return replace(now, file=version, file_versions=number, config=config, config_error=None)
 
-        put_in_force = self.control.change(put).file
-        assert put_in_force is not None
-        return put_in_force, former is None or former.policy != made.policy
+        in_force = self.control.change(put).file
+        assert in_force is not None
+        return in_force, former is None or former.policy != made.policy
 
     def unload_file(self) -> None:
         """Remove the file layer. `refresh()` reads the file that the environment names again."""
@@ -276,15 +276,12 @@ class PolicyStack:
     def state_with_file(self, policy: Policy | None, name: str = '') -> State:
         """The state in force with another policy in place of the file's; None for no file."""
         now = self.now
-        source = '' if now.file is None else file_layer(now.file.policy, now.file.source).source
         old = now.file
-        layers = [
-            layer for layer in now.state.layers if old is None or layer.policy is not old.policy or layer.source != source
-        ]
-        below = [layer for layer in layers if layer is now.measured]
-        above = [layer for layer in layers if layer is not now.measured]
-        own = [] if policy is None else [file_layer(policy, name)]
-        return replace(now.state, layers=(*above, *own, *below))
+        layers = [x for x in now.state.layers if old is None or x.policy is not old.policy or x.source != now.file_source]
+        made = () if policy is None else (file_layer(policy, name),)
+        above = (layer for layer in layers if layer is not now.measured)
+        below = (layer for layer in layers if layer is now.measured)
+        return replace(now.state, layers=(*above, *made, *below))
 
     def set_measured(self, policy: Policy | None, source: str = '') -> None:
         """Set or remove the lowest layer: measured choices (see `measure`)."""
@@ -310,15 +307,15 @@ class PolicyStack:
         layers = self.environment.layers()
         path = self._config_path()
         file, error = self._read_config(path) if path else (None, None)
-        running, wanted = self.environment_recorder, self.environment.tracing
+        running, wanted = self._environment_recorder, self.environment.tracing
         if wanted and running not in self.control.now.recorders:
-            self.environment_recorder = self._make_recorder()
+            self._environment_recorder = self._make_recorder()
 
         def read(now: Situation) -> Situation:
             if now.environment is not None:  # another thread was faster
                 return now
             recorders = tuple(r for r in now.recorders if r is not running or wanted)
-            own = self.environment_recorder
+            own = self._environment_recorder
             if wanted and own is not None and own not in recorders:
                 recorders = (*recorders, own)
             made = replace(now, environment=layers, config_error=error, recorders=recorders)
@@ -341,15 +338,15 @@ class PolicyStack:
         return (self.environment.text('DISPATCH_CONFIG') or '').strip()
 
     def _read_config(self, path: str) -> tuple[PolicyVersion | None, str | None]:
-        """The file named by the environment, and why it cannot be used. Such an error is logged; under strict every call
-        raises it. Names in the file are looked up with those in the variables, when plugins are loaded."""
+        """The file that the environment names, or why it cannot be used. Such an error is logged; under strict every call
+        raises it. Names in the file are checked with those in the variables, when plugins are loaded."""
         self._draft = None
         try:
             self._draft = self._reader().read(path)
             return self._draft.version(), None
         except (DispatchError, OSError, ImportError) as error:
             known = self.control.now.file
-            instead = 'left out' if known is None else f'left out, {known.source} as it was read before is in force still'
+            instead = 'left out' if known is None else f'left out, and the former version of {known.source} stays in force'
             text = f'{self.environment.name("DISPATCH_CONFIG")}={path!r} is {instead}: {error}'
             if not self.environment.boolean('STRICT'):  # else the next call raises it
                 logs.once(('policy file', text), logging.ERROR, '%s', text)
@@ -374,26 +371,23 @@ class PolicyStack:
         error = self.control.now.config_error
         if error is not None and self.is_strict():
             raise DispatchError(error)
-        for source, problem in self._unknown_in_variables():
-            text = f'{source}: {problem}'
-            if self.is_strict():
-                raise UnknownNameError(text)
-            logs.warn_once(('environment', text), '%s', text)
-        draft = self._draft
-        if draft is not None:
+        self._warn_unknown(list(self._unknown_in_variables()))
+        if self._draft is not None:
             name = self.environment.name('DISPATCH_CONFIG')
-            unknown = draft.at(draft.unknown(self.catalogue))
-            if unknown and self.is_strict():
-                raise UnknownNameError(f'{name}: ' + '\n'.join(unknown))
-            for problem in unknown:
-                logs.warn_once(('environment', name, problem), '%s: %s', name, problem)
+            self._warn_unknown([f'{name}: {text}' for text in self._draft.at(self._draft.unknown(self.catalogue))])
         self.environment.warn_unknown(self._toggle_names, self.catalogue.discovery.load_all)
+
+    def _warn_unknown(self, problems: list[str]) -> None:
+        if problems and self.is_strict():
+            raise UnknownNameError('\n'.join(problems))
+        for problem in problems:
+            logs.warn_once(('environment', problem), '%s', problem)
 
     def _toggle_names(self) -> set[str]:
         return {name for backend in self.catalogue.backends() for name in self.toggles.variables(backend)}
 
-    def _unknown_in_variables(self) -> Iterator[tuple[str, str]]:
-        """(variable, problem) of each unknown name."""
+    def _unknown_in_variables(self) -> Iterator[str]:
+        """'variable: problem' of each unknown name."""
         catalogue = self.catalogue
         for layer in self.control.now.environment or ():
             for name, tokens in layer.policy.order:
@@ -402,28 +396,25 @@ class PolicyStack:
                     unknown = catalogue.unknown_tokens(tokens, name)
                 except Exception as error:
                     # an operation that cannot be imported must not fail the call that is being planned
-                    yield layer.source, str(error)
+                    yield f'{layer.source}: {error}'
                     continue
                 words = catalogue.words(name)
-                yield from ((layer.source, f'unknown backend {t!r} for {name!r}.{nearest(t, words)}') for t in unknown)
+                yield from (f'{layer.source}: unknown backend {t!r} for {name!r}.{nearest(t, words)}' for t in unknown)
             if not layer.policy.order:
                 for token in catalogue.unknown_tokens(layer.policy.tokens(), None):
-                    yield layer.source, f'unknown backend {token!r}.{nearest(token, catalogue.words(None))}'
+                    yield f'{layer.source}: unknown backend {token!r}.{nearest(token, catalogue.words(None))}'
 
     def environment_problems(self) -> list[str]:
-        """Unknown names in the variables, and everything wrong with the file that one names. Changes nothing."""
+        """Unknown names in the variables, and all errors of the file that one names. Changes nothing."""
         self.now  # noqa: B018 - reads the environment
-        return [f'{source}: {problem}' for source, problem in self._unknown_in_variables()] + self._config_problems()
-
-    def _config_problems(self) -> list[str]:
+        found = list(self._unknown_in_variables())
         path = self._config_path()
-        if not path:
-            return []
         try:
-            draft = self._reader().read(path)
-            draft.version(draft.unknown(self.catalogue))
+            if path:
+                draft = self._reader().read(path)
+                draft.version(draft.unknown(self.catalogue))
         except DispatchError as error:
-            return list(getattr(error, 'errors', (str(error),)))
+            found += getattr(error, 'errors', (str(error),))
         except (OSError, ImportError) as error:
-            return [f'{self.environment.name("DISPATCH_CONFIG")}={path!r}: {error}']
-        return []
+            found.append(f'{self.environment.name("DISPATCH_CONFIG")}={path!r}: {error}')
+        return found

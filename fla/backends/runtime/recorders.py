@@ -1,13 +1,13 @@
-"""Recorders of calls: the protocol that traces, telemetry and observers follow.
+"""The base class of traces, telemetry and observers, and the clock of timed calls.
 
-Code that records is part of a plan only while a recorder asks for it.
+A plan contains recording code only while a recorder asks for it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,24 +18,25 @@ SERVED, RAISED, FAILED, KEPT_OUT, NO_BACKEND, COMPILED = 'served', 'raised', 'fa
 OUTCOMES = (SERVED, RAISED, FAILED, KEPT_OUT, NO_BACKEND, COMPILED)
 
 
-class Recorder(Protocol):
-    """Records the dispatched calls of a namespace.
+class Recorder:
+    """Records the dispatched calls of a namespace between `dispatcher.start_recording(self)` and `stop_recording(self)`.
 
     Attributes:
-        wants_calls: `call` is to be called.
-        wants_outcomes: `outcome` is to be called.
-        wants_times: calls are to be timed for `outcome`.
+        wants_calls: it implements `call`.
+        wants_outcomes: it implements `outcome`.
+        wants_times: `outcome` gets the time of each served call.
     """
 
-    wants_calls: bool
-    wants_outcomes: bool
-    wants_times: bool
+    wants_calls = wants_outcomes = wants_times = False
 
     def call(self, spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | None) -> None:
-        """A backend is about to run; `arguments` is None for a call that is being compiled."""
+        """A backend is about to run. `arguments` is None for a call that is being compiled."""
 
     def outcome(self, key: tuple[str, str, str], took: Any, error: BaseException | None) -> None:
-        """(function, backend, outcome) of a call; `took` is a time in seconds, a pair of CUDA events, or None."""
+        """The (function, backend, outcome) of a call. `took`: seconds, a pair of CUDA events, or None."""
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
 
     def after_fork_in_child(self) -> None:
         """Called in a forked child."""
@@ -46,11 +47,7 @@ def begin(first: Any) -> Any:
     None in a capture, where an event would become part of the graph."""
     # a fake CUDA tensor needs no CUDA
     if isinstance(first, torch.Tensor) and first.is_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        if in_capture():
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(first.device))
-        return event
+        return None if in_capture() else _recorded_event(first)
     return time.perf_counter()
 
 
@@ -58,6 +55,10 @@ def elapsed(start: Any, first: Any) -> float | tuple[Any, Any] | None:
     """The time of a call since `start`: seconds, or a pair of CUDA events."""
     if start is None or isinstance(start, float):
         return None if start is None else time.perf_counter() - start
+    return start, _recorded_event(first)
+
+
+def _recorded_event(first: torch.Tensor) -> Any:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(first.device))
-    return start, event
+    return event

@@ -1,13 +1,12 @@
 """Policy scopes: `with use_backend('tilelang', op='kda'): ...`
 
-A scope is process-wide, because the backward of a CUDA graph runs on another thread and because a ContextVar breaks
-Dynamo. Each pushes a token and its exit removes that token, so that interleaved threads and generators cannot bring back a
-stale policy. What must differ between two models in one process is bound (`chunk_kda.bind(...)`), not scoped.
+A scope is process-wide, because the backward of a CUDA graph runs on another thread and because a ContextVar breaks Dynamo.
+Each scope pushes a token and its exit removes that token, so that interleaved threads and generators cannot restore a stale
+policy. Two models in one process that need different policies use `chunk_kda.bind(...)`.
 
-Entered inside a region that Dynamo traces, a scope changes nothing in the process: it adds its policy to an attribute that
-Dynamo tracks (and takes back by itself when a trace restarts or is given up). Where a graph break separates entering from
-leaving, Dynamo leaves the attribute to eager code. The generated code therefore always looks there first, and scopes that
-are entered meanwhile go on top of it.
+A scope entered in a region that Dynamo traces changes nothing in the process: it adds its policy to an attribute that Dynamo
+tracks, and undoes when a trace restarts or is given up. If a graph break separates entry from exit, Dynamo hands the
+attribute to eager code. The generated code therefore always reads the attribute first, and later scopes go on top of it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _tokens = itertools.count()
 
 
 class Scope:
-    """A policy for the duration of a `with` block. It may be entered again, also while it is in force."""
+    """A policy for a `with` block. It can be entered again, also while it is in force."""
 
     def __init__(self, verb: str, spec: tuple[Any, ...], dispatcher: Dispatcher) -> None:
         self.verb, self.spec, self.dispatcher = verb, spec, dispatcher
@@ -38,11 +37,10 @@ class Scope:
 
     def __enter__(self) -> Scope:
         virtual = self.dispatcher.scopes_in_trace
-        if torch.compiler.is_dynamo_compiling():
-            virtual.layers = (*virtual.layers, self.spec)
-            self.entered.append(None)
-        elif virtual.layers:
-            self._check()
+        traced = torch.compiler.is_dynamo_compiling()
+        if traced or virtual.layers:
+            if not traced:
+                self._check()
             virtual.layers = (*virtual.layers, self.spec)
             self.entered.append(None)
         else:
@@ -76,13 +74,13 @@ class Scope:
         return token
 
 
-# they would take themselves for a part of a compiled region
+# as frames of their own, Dynamo would trace them as part of a compiled region
 never_a_frame(Scope.__enter__)
 never_a_frame(Scope.__exit__)
 
 
 def new_token() -> int:
-    """A number that no other scope has."""
+    """A number unique to one scope."""
     return next(_tokens)
 
 
@@ -106,9 +104,9 @@ def _need(verb: str, names: tuple[str, ...]) -> None:
 
 
 def use_backend(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
-    """Inside the block only these backends may run, tried in this order; a call that none of them accepts raises.
+    """Inside the block only these backends may run, in this order; a call that none of them accepts raises.
 
-    Overrides toggles, lists and preferences, and says so in `explain`.
+    Overrides toggles, lists and preferences; `explain` reports it.
 
     Args:
         *names: backend names, kinds ('vendor', 'native', 'default', 'reference'), 'vendor:NAME' or 'impl:IMPL_ID'.
@@ -116,20 +114,20 @@ def use_backend(*names: str, op: str | None = None, dispatcher: Dispatcher | Non
         dispatcher: the namespace; default: fla's own.
 
     Raises:
-        UnknownNameError: on entering, for names nobody knows.
+        UnknownNameError: on entry, for unknown names.
     """
     _need('use_backend()', names)
     return Scope('use_backend()', _spec(use=names, op=op), owner_of(dispatcher))
 
 
 def prefer_backend(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
-    """Inside the block these backends are asked first. Arguments as for `use_backend`."""
+    """Inside the block these backends come first. Arguments as for `use_backend`."""
     _need('prefer_backend()', names)
     return Scope('prefer_backend()', _spec(prefer=names, op=op), owner_of(dispatcher))
 
 
 def allow_backends(*names: str, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
-    """Inside the block only these backends are allowed; without names, none is. Arguments as for `use_backend`."""
+    """Inside the block only these backends are allowed; without names, none. Arguments as for `use_backend`."""
     return Scope('allow_backends()', _spec(allow=names, op=op), owner_of(dispatcher))
 
 
@@ -140,14 +138,14 @@ def deny_backends(*names: str, op: str | None = None, dispatcher: Dispatcher | N
 
 
 def policy_context(policy: Policy, *, dispatcher: Dispatcher | None = None) -> Scope:
-    """Inside the block `policy` stands above all others."""
+    """Inside the block `policy` has precedence over all others."""
     if not isinstance(policy, Policy):
         raise TypeError(f'policy_context() takes a Policy, got {policy!r}')
     return Scope('policy_context()', policy.spec, owner_of(dispatcher))
 
 
 def strict_mode(on: bool = True, *, op: str | None = None, dispatcher: Dispatcher | None = None) -> Scope:
-    """Inside the block backend bugs and unmet wishes raise (or, with `on=False`, do not)."""
+    """Inside the block backend bugs and preferences that cannot be met raise (with `on=False`, they do not)."""
     return Scope('strict_mode()', _spec(strict=bool(on), op=op), owner_of(dispatcher))
 
 
@@ -160,17 +158,16 @@ def on_error(
 ) -> Scope:
     """Inside the block a failing implementation raises ('raise'), or the next candidate is tried ('fallback').
 
-    Only after exceptions that the backend declares in `retryable`; see `fla.backends.fallback` for what else must hold.
+    A fallback needs an exception that the backend declares in `retryable`; see `fla.backends.fallback` for other conditions.
 
     Args:
         what: 'raise' or 'fallback'.
         op: operation ('kda') or function ('kda.chunk_kda'). None: all.
-        breaker: when a backend that keeps failing is left alone: `BreakerSettings`, or a mapping of its fields. None: as the
-            layers below say.
+        breaker: circuit breaker settings: `BreakerSettings`, or a mapping of its fields. None: those of lower layers.
         dispatcher: the namespace; default: fla's own.
 
     Raises:
-        ValueError: for another word, or settings that cannot be right.
+        ValueError: for another word, or invalid settings.
     """
     if what not in ON_ERROR:
         raise ValueError(f"on_error must be 'raise' or 'fallback', got {what!r}")

@@ -1,8 +1,8 @@
-"""What selection depends on besides the call: one immutable value with one owner.
+"""Everything that selection depends on besides the call: one immutable value with one owner.
 
-A change computes a new `Situation` aside and puts it in force with a single store. Then every entry point gets the code for
-it. A change that is interrupted, or entered again by a signal handler or a finalizer, leaves entry points unsettled; the
-next change, cold call or explanation settles them.
+A change computes a new `Situation` and puts it in force with a single store; then every entry point gets the code for it. A
+change that is interrupted, or nested in a signal handler or finalizer, leaves entry points unsettled. The next change, cold
+call or explanation settles them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fla.backends.runtime.recorders import Recorder
 
 
 class EnteredScope(NamedTuple):
-    """A scope in force. `pinned` replaces the whole state; `thread` entered it, None for a recomputation's own scope."""
+    """A scope in force. `pinned` replaces the whole state. `thread` entered it; None for the scope of a recomputation."""
 
     token: int
     layer: Layer
@@ -30,7 +30,7 @@ class EnteredScope(NamedTuple):
 
 @dataclass(frozen=True)
 class Frozen:
-    """Fixed by `freeze_dispatch()`: the policy, the toggles' values, and for each backend whether it is enabled."""
+    """The policy, the toggles' values, and which backends are enabled, as `freeze_dispatch()` fixed them."""
 
     layers: tuple[Layer, ...]
     env: tuple[tuple[str, str | None], ...]
@@ -39,17 +39,19 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Situation:
-    """Attributes:
-    scopes: entered scopes, outermost first.
-    code: the layer of `set_policy()`.
-    environment: the layers of the environment variables; None until they are read.
-    file: the policy file in force, and how many have been.
-    config: the file named by the environment, as it was last put in force, and why it cannot be used.
-    measured: the layer of measured choices.
-    frozen: set while dispatch is frozen.
-    recorders: traces, telemetry, observers.
-    generations: operation ('*' for all) → how often its backends have changed.
-    state: what plans are made for.
+    """Layers of policy and other inputs of selection.
+
+    Attributes:
+        scopes: entered scopes, outermost first.
+        code: the layer of `set_policy()`.
+        environment: the layers of the environment variables; None until they are read.
+        file, file_versions: the policy file in force, and the number of versions so far.
+        config, config_error: the file that the environment names, as last put in force, and why it cannot be used.
+        measured: the layer of measured choices.
+        frozen: set while dispatch is frozen.
+        recorders: traces, telemetry, observers.
+        generations: operation ('*' for all) → number of changes of its backends.
+        state: the part that plans are made for.
     """
 
     scopes: tuple[EnteredScope, ...] = ()
@@ -74,8 +76,13 @@ class Situation:
         file = None if self.file is None else file_layer(self.file.policy, self.file.source)
         return (*(self.environment or ()), *(layer for layer in (file, self.measured) if layer is not None))
 
+    @property
+    def file_source(self) -> str | None:
+        """The source of the policy file's layer."""
+        return None if self.file is None else file_layer(self.file.policy, self.file.source).source
+
     def generation(self, operation: str) -> int:
-        """Changes whenever the backends of an operation do."""
+        """A number that changes whenever the backends of an operation do."""
         return self.generations.get(operation, 0) + self.generations.get('*', 0)
 
     def _compose(self) -> State:
@@ -83,7 +90,7 @@ class Situation:
         pinned = next((scope.pinned for scope in reversed(self.scopes) if scope.pinned is not None), None)
         if pinned is not None:
             return State(pinned.layers, tracing, pinned.env, telemetry)
-        if self.frozen is not None:  # also where a scope has been left since
+        if self.frozen is not None:  # even if a scope was left since
             return State(self.frozen.layers, tracing, self.frozen.env, telemetry)
         layers = [scope.layer for scope in reversed(self.scopes)]
         if self.code is not None:
@@ -102,10 +109,10 @@ def file_layer(policy: Policy, path: str) -> Layer:
 
 
 class Settled(Protocol):
-    """An entry point, as far as changes concern it."""
+    """An entry point that follows changes."""
 
     def adopt(self, now: Situation) -> None:
-        """Called under the lock: take the code that is kept for this situation, or go cold."""
+        """Install the cached code for this situation, or cold code. Called under the lock."""
 
 
 class Control:
@@ -126,7 +133,7 @@ class Control:
             while True:
                 before = self.now
                 after = make(before)
-                if self.now is before:  # else a signal handler or a finalizer changed it meanwhile
+                if self.now is before:  # else a signal handler or finalizer has changed it
                     self.now = after
                     break
             self.settle()

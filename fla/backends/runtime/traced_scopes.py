@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -12,33 +13,25 @@ from fla.backends.policy.policy import Policy
 from fla.backends.policy.precedence import Layer, State
 from fla.backends.runtime.dispatcher import Dispatcher
 
-# Functions that one entry point keeps.
+# Functions stored per entry point.
 _MOST_FUNCTIONS = 64
 
 
 class Box:
-    """Functions for the policies that are entered inside a trace, by attribute: Dynamo reads an object's attributes when it
-    gets there, while it would snapshot a dictionary."""
+    """Functions as attributes: Dynamo reads an object's attribute when it needs it, but would copy a whole dictionary."""
 
 
 class TracedScopePlans:
-    """The functions of one entry point that Dynamo finds in its `box`, by the scopes they are for.
+    """The functions of one entry point for scopes entered in a trace. Dynamo finds them in `box`.
 
     Args:
-        operation: whose backends serve the function.
-        make: a plan's function under a state (without the function's own policy), and its serial.
-        new_serial: a number that no plan and no function had before.
+        operation: the operation of the function.
+        make: makes the function for a state (without the function's own policy); returns it with its plan's serial.
     """
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        operation: str,
-        make: Callable[[State], tuple[FunctionType, str]],
-        new_serial: Callable[[], str],
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, operation: str, make: Callable[[State], tuple[FunctionType, str]]) -> None:
         self.dispatcher, self.operation, self.box = dispatcher, operation, Box()
-        self._make, self._new_serial = make, new_serial
+        self._make, self._errors = make, itertools.count()
         self._names: dict[tuple[Any, State, int], str] = {}
 
     def forget(self) -> None:
@@ -50,29 +43,25 @@ class TracedScopePlans:
         return f'plan{serial}' in self._names.values()
 
     def select(self, layers: tuple[tuple[Any, ...], ...]) -> str:
-        """The attribute of the box that holds the plan for scopes entered inside a trace, innermost last.
-
-        A second attempt of the same trace must get the same answer.
-        """
+        """The attribute of the box for scopes entered in a trace, innermost last; the same for each attempt of a trace."""
         try:
             return self._name_for(layers)
         except DispatchError as error:
-            # raised where Dynamo expects errors of the program, not accidents of its own
+            # raised by the selected function: Dynamo treats an error there as the program's, and an error here as its own
             kind, text = type(error), str(error)
 
             def fail(*args: Any, **kwargs: Any) -> Any:
                 raise kind(text)
 
-            return self._put(f'error{self._new_serial()}', fail)
+            return self._put(f'error{next(self._errors)}', fail)
 
     def _name_for(self, layers: tuple[tuple[Any, ...], ...]) -> str:
         policies = self.dispatcher.policies
         policies.refuse_if_frozen('enter a scope')
         now = policies.now
         key = layers, now.state, now.generation(self.operation)
-        known = self._names.get(key)
-        if known is not None:
-            return known
+        if key in (names := self._names):
+            return names[key]
         entered = []
         for spec in layers:
             policy = Policy(*spec)
@@ -87,7 +76,7 @@ class TracedScopePlans:
     def _put(self, name: str, function: Callable[..., Any]) -> str:
         with lock:
             setattr(self.box, name, function)
-            # not at once with the plans: a thread may be between the name and the attribute
+            # the oldest, not all when plans change: a thread may have the name but not yet the attribute
             for old in list(vars(self.box))[:-_MOST_FUNCTIONS]:
                 delattr(self.box, old)
                 self._names = {k: v for k, v in self._names.items() if v != old}

@@ -12,21 +12,18 @@ from fla.backends.runtime.dispatcher import LiveFunction
 
 
 def state_of(entry: LiveFunction, member: Member) -> str:
-    """A backend's state for a function, as far as that does not depend on a call."""
-    dispatcher, backend = entry.dispatcher, member.backend
+    """The part of a backend's state that does not depend on a call."""
     if member.unusable is not None:
         return f'unavailable: {member.unusable}'
-    usable, reason = dispatcher.availability.package(backend)
+    usable, reason = entry.dispatcher.availability.package(member.backend)
     if not usable:
         return f'unavailable: {format_reason(reason)}'
-    gate = dispatcher.toggles.gate(backend)
-    if not gate.is_on:
-        return f'disabled: {gate.says_off}'
-    return 'available'
+    gate = entry.dispatcher.toggles.gate(member.backend)
+    return 'available' if gate.is_on else f'disabled: {gate.says_off}'
 
 
 class BackendsView(Mapping[str, str]):
-    """`function.backends`: name → state of every candidate, in order of priority, read when looked at."""
+    """`function.backends`: name → state of every candidate, by priority. Each access reads the current state."""
 
     def __init__(self, entry: LiveFunction) -> None:
         self._entry = entry
@@ -48,7 +45,7 @@ class BackendsView(Mapping[str, str]):
     def __len__(self) -> int:
         return len(self._states())
 
-    # from one look each: what a Mapping does by itself asks again for every name, which may be gone by then
+    # Mapping's own methods would read the states again for each name, and a backend may be unregistered meanwhile
 
     def items(self) -> ItemsView[str, str]:
         return self._states().items()

@@ -830,5 +830,5 @@ def test_a_binding_says_something_of_its_function(field):
     other.add('a')
     value = {'order': 'a', 'lock': 'a', 'boost': {'a': -1}}.get(field)
     value = [Rule(other.op, 'a')] if field == 'rules' else {other.op: value}
-    with pytest.raises(ValueError, match=rf'{field}\[.*would say nothing of {toy.op}\.f'):
+    with pytest.raises(ValueError, match=rf'{field}\[.*does not concern {toy.op}\.f'):
         toy.f.bind(**{field: value})
