@@ -184,11 +184,15 @@ class Tree:
 
     @functools.cached_property
     def operations(self) -> set[Use]:
-        """The backends of every operation, and the functions that they serve."""
+        """The backends of every operation, and the files that declare its functions: not what the functions call."""
         frameworks = (f'{PACKAGE}.backends', f'{PACKAGE}.ops.backends')  # itself, and its other name
-        modules = (m for m in self.modules if m.startswith(f'{PACKAGE}.') and m.endswith('.backends'))
-        backends = [module for module in modules if module not in frameworks]
-        return {use for module in backends for name in (module, module.rpartition('.')[0]) for use in self.whole(name)}
+        found: set[Use] = set()
+        for module in self.modules:
+            package, _, last = module.rpartition('.')
+            if last == 'backends' and module.startswith(f'{PACKAGE}.') and module not in frameworks:
+                found |= self.whole(module)
+                found |= {Use(use.file) for use in self.source(self.modules[package]).scope.everything()}
+        return found
 
     def path(self, text: str, user: str, *, folders: bool = True) -> set[Use]:
         """The files that a path stands for, from the root or from the file that names it; of a folder, all below."""
