@@ -169,7 +169,7 @@ def test_everything(script, tree, changed):
 def test_dispatch_core(script, tree):
     """Selects every test of an operation, and of the framework's dispatch; not the others."""
     found = script.find(['fla/backends/plan/plan.py'], tree)
-    others = ['all', 'alone', 'docs', 'fragment', 'lazy', 'method', 'no_method', 'readme', 'script']
+    others = ['alone', 'docs', 'fragment', 'lazy', 'method', 'no_method', 'readme', 'script']
     without = {*(f'tests/test_{name}.py' for name in others), 'tests/ops/test_gate.py', 'tests/ops/test_naive.py'}
     assert set(ALL) - set(found) == without
 
