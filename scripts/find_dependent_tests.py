@@ -184,11 +184,16 @@ class Tree:
 
     @functools.cached_property
     def operations(self) -> set[Use]:
-        """The backends of every operation, and the functions that they serve."""
+        """The backends of every operation, and the files that declare its functions: not what the functions call."""
         frameworks = (f'{PACKAGE}.backends', f'{PACKAGE}.ops.backends')  # itself, and its other name
-        modules = (m for m in self.modules if m.startswith(f'{PACKAGE}.') and m.endswith('.backends'))
-        backends = [module for module in modules if module not in frameworks]
-        return {use for module in backends for name in (module, module.rpartition('.')[0]) for use in self.whole(name)}
+        found: set[Use] = set()
+        for module in self.modules:
+            package, _, last = module.rpartition('.')
+            if last == 'backends' and module.startswith(f'{PACKAGE}.') and module not in frameworks:
+                found |= self.whole(module)
+                for use in self.source(self.modules[package]).scope.everything():
+                    found |= {Use(use.file)} | self.source(use.file).decorators()
+        return found
 
     def path(self, text: str, user: str, *, folders: bool = True) -> set[Use]:
         """The files that a path stands for, from the root or from the file that names it; of a folder, all below."""
@@ -238,6 +243,13 @@ class Source:
                     self.statements.append(node)
             elif not isinstance(node, (ast.Import, ast.ImportFrom)):
                 self.statements.append(node)
+
+    def decorators(self) -> set[Use]:
+        """What the names in the decorators of functions lead to, such as a verifier of the default."""
+        functions = (node for nodes in self.definitions.values() for node in nodes if isinstance(node, ast.FunctionDef))
+        parts = (part for node in functions for decorator in node.decorator_list for part in ast.walk(decorator))
+        names = {part.id for part in parts if isinstance(part, ast.Name)}
+        return {use for name in names for use in self.scope.resolve(name) or {Use(self.name, name)}}
 
     def has(self, name: str) -> bool:
         """Whether the file defines or imports a name; a package that imports its own module does not count."""

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from textwrap import dedent
@@ -74,7 +75,7 @@ class _Server:
         self.owner = os.getpid()
         self.connection, theirs = Pipe()
         environment = {name: value for name, value in os.environ.items() if not name.startswith('FLA_')}
-        environment |= {'OMP_NUM_THREADS': '1', 'PYTHONPATH': ''}
+        environment['OMP_NUM_THREADS'] = '1'
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             env=environment,
@@ -122,6 +123,10 @@ def _serve(connection: Connection) -> tuple[str, list[str], str, dict[str, str],
         connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
+def _folders(environment: Mapping[str, str]) -> list[str]:
+    return [folder for folder in environment.get('PYTHONPATH', '').split(os.pathsep) if folder]
+
+
 def _become(argv: list[str], cwd: str, environment: dict[str, str], out: str, err: str) -> types.ModuleType:
     """Makes the forked child look like a new process; returns its `__main__`."""
     os.setsid()
@@ -129,11 +134,11 @@ def _become(argv: list[str], cwd: str, environment: dict[str, str], out: str, er
         opened = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(opened, descriptor)
         os.close(opened)
+    sys.path[: 1 + len(_folders(os.environ))] = ['', *_folders(environment), str(ROOT)]
+    sys.argv = argv
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    sys.argv = argv
-    sys.path[:1] = ['', *filter(None, environment.get('PYTHONPATH', '').split(os.pathsep)), str(ROOT)]
     main = sys.modules['__main__'] = types.ModuleType('__main__')
     return main
 

@@ -31,6 +31,7 @@ def errors(function, given, mode):
         return measure(given, lambda tensors: call(function, given.with_tensors(**tensors), 'reference'), blocks=True)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
 @every_shape
 @every_chunked
@@ -41,6 +42,7 @@ def test_without_rounding_equals_the_definition(function, shape, dtype):
         assert row <= bounds.of_kernel(name, dtype)[1], name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
 @every_shape
 @every_chunked

@@ -1,13 +1,10 @@
 """The plugin tests/gpu_report.py."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests import markdown
+from tests import process
 
 TESTS = """
 import pytest
@@ -42,9 +39,7 @@ def report(folder, code, *options, status):
     (folder / 'pytest.ini').write_text('[pytest]\n')
     path = folder / 'folder' / 'report.json'
     given = ['-p', 'tests.gpu_report', '-p', 'no:cacheprovider', '--gpu-report', str(path), *options]
-    command = [sys.executable, '-m', 'pytest', '-q', *given, 'test_some.py']
-    environment = {**os.environ, 'PYTHONPATH': str(markdown.ROOT), 'GPU_REPORT_COMMIT': 'abc'}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = process.run_module('pytest', '-q', *given, 'test_some.py', cwd=folder, GPU_REPORT_COMMIT='abc')
     assert done.returncode == status, done.stdout + done.stderr
     return json.loads(path.read_text())
 

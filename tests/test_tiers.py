@@ -13,7 +13,7 @@ GRIDS = {
     'three axes': list(itertools.product(range(4), range(3), range(2))),
     'five axes': list(itertools.product(range(3), repeat=5)),
     'an axis with holes': [row for row in itertools.product(range(4), range(3), range(3)) if row[0] != row[1]],
-    'axes that go together': [(x, x, y) for x in range(3) for y in range(3)],
+    'axes that go together': [(x, str(x), y) for x in range(3) for y in range(3)],
     'one case': [('a', 'b', 'c')],
     'no axis': [()],
 }

@@ -75,7 +75,9 @@ def covering(rows: Sequence[tuple[object, ...]], pairs: bool = True) -> list[int
 
     Greedy: the row that adds most comes next, the first of equals, so that the choice is always the same.
     """
-    columns = [column for column in dict.fromkeys(zip(*rows, strict=True)) if len(set(column)) > 1]
+    # Names that change together are one axis: each value becomes the place where it first occurs.
+    columns = [tuple(map(column.index, column)) for column in zip(*rows, strict=True)]
+    columns = [column for column in dict.fromkeys(columns) if any(column)]
     if not columns:
         return list(range(len(rows)))
     size = 2 if pairs and len(columns) > 2 else 1
