@@ -38,7 +38,7 @@ def _served_by(backend: str) -> Iterator[None]:
 
 fla.backends.use_backend = _use_backend
 oracle.served_by = _served_by
-fla.backends.last_backend = fla.backends.Trace.last_backend = lambda *_: 'default'
+fla.backends.observe.last_backend = fla.backends.observe.Trace.last_backend = lambda *_: 'default'
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from examples.language_model.console import Claims
 from examples.language_model.train import Settings
-from fla.backends import Decision, Trace, default_dispatcher, explain, resolve_op, use_backend
+from fla.backends import Decision, default_dispatcher, explain, resolve_op, use_backend
+from fla.backends.observe import Trace
 from fla.utils.testing import relative_rms
 
 PHASES = ('training', 'prefill', 'decode')

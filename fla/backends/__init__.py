@@ -14,34 +14,23 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fla.backends.backend.base import BaseBackend, Reason, Verdict
+from fla.backends.backend.base import BaseBackend, Verdict
 from fla.backends.backend.triton import runs_on_triton
-from fla.backends.core.errors import (
-    BackendBugError,
-    DispatchError,
-    FrozenError,
-    ManifestMismatchError,
-    RegistrationError,
-    UnknownNameError,
-)
+from fla.backends.core.errors import DispatchError, UnknownNameError
 from fla.backends.core.logs import set_threshold as _set_threshold
 from fla.backends.core.tensors import check_tensors
-from fla.backends.fallback.breaker import Breaker, BreakerEvent, BreakerListener, Health
+from fla.backends.fallback.breaker import Breaker, BreakerListener, Health
 from fla.backends.observe import describe as _describe
-from fla.backends.observe.records import Record
-from fla.backends.observe.telemetry import CallEvent, Telemetry, add_observer, telemetry
-from fla.backends.observe.trace import Trace, counters, environment_trace, last_backend, trace
-from fla.backends.plan.decision import CandidateReport, Decision, NoBackendError
-from fla.backends.policy.conditions import ConditionError
-from fla.backends.policy.on_error import BreakerSettings
+from fla.backends.observe.telemetry import telemetry
+from fla.backends.observe.trace import environment_trace, trace
+from fla.backends.plan.decision import Decision, NoBackendError
 from fla.backends.policy.policy import Policy, Rule
 from fla.backends.registry.discovery import Plugin
-from fla.backends.registry.registry import Handle
 from fla.backends.runtime.checkpoint import checkpoint_contexts
-from fla.backends.runtime.decorator import Dispatched, dispatch
+from fla.backends.runtime.decorator import dispatch
 from fla.backends.runtime.dispatcher import (
     _OPERATION_BACKEND_MODULES,
     BackendRegistry,
@@ -51,7 +40,7 @@ from fla.backends.runtime.dispatcher import (
     replan_everything,
 )
 from fla.backends.runtime.explain import explain
-from fla.backends.runtime.freeze import Manifest, freeze_dispatch, is_frozen, manifest, require_manifest, thaw_dispatch
+from fla.backends.runtime.freeze import freeze_dispatch, manifest, require_manifest, thaw_dispatch
 from fla.backends.runtime.scopes import (
     allow_backends,
     deny_backends,
@@ -64,28 +53,11 @@ from fla.backends.runtime.scopes import (
 
 if TYPE_CHECKING:
     from fla.backends.policy.version import PolicyVersion
-    from fla.backends.policy_files.diff import PolicyChange, diff_policy
-    from fla.backends.policy_files.load import PolicyFileError
-    from fla.backends.policy_files.watch import PolicyEvent, PolicyWatcher, WatchError, watch_policy
-    from fla.backends.tuning.measurements import MeasurementError, Measurements
-    from fla.backends.tuning.measuring import load_measurements, measure, unload_measurements
+    from fla.backends.policy_files import watch_policy
+    from fla.backends.tuning import measure
 
-# Rarely used names are imported lazily: together they would take a fifth of this package's import time.
-_LAZY = {
-    'MeasurementError': 'tuning.measurements',
-    'Measurements': 'tuning.measurements',
-    'PolicyChange': 'policy_files.diff',
-    'PolicyEvent': 'policy_files.watch',
-    'PolicyFileError': 'policy_files.load',
-    'PolicyVersion': 'policy.version',
-    'PolicyWatcher': 'policy_files.watch',
-    'WatchError': 'policy_files.watch',
-    'diff_policy': 'policy_files.diff',
-    'load_measurements': 'tuning.measuring',
-    'measure': 'tuning.measuring',
-    'unload_measurements': 'tuning.measuring',
-    'watch_policy': 'policy_files.watch',
-}
+# Imported lazily: together they would take a fifth of this package's import time.
+_LAZY = {'measure': 'tuning', 'watch_policy': 'policy_files'}
 
 
 def _in(room: str) -> Any:
@@ -123,21 +95,10 @@ def reset_policy(dispatcher: Dispatcher | None = None) -> None:
     owner_of(dispatcher).policies.reset_policy()
 
 
-def read_policy(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> Policy:
-    """Read and check a policy file; changes nothing. Raises PolicyFileError, which lists every error with its line."""
-    found: Policy = _in('policy_files.load').read_version(path, owner_of(dispatcher)).policy
-    return found
-
-
 def load_policy(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> PolicyVersion:
     """Put a policy file in force, in place of the former one. A bad file raises PolicyFileError and changes nothing."""
     found: PolicyVersion = _in('policy_files.load').load_policy(path, owner_of(dispatcher))
     return found
-
-
-def unload_policy(dispatcher: Dispatcher | None = None) -> None:
-    """Remove the policy file's layer."""
-    owner_of(dispatcher).policies.unload_file()
 
 
 def refresh(dispatcher: Dispatcher | None = None) -> None:
@@ -163,11 +124,6 @@ def validate(dispatcher: Dispatcher | None = None) -> list[str]:
 def describe(operation: str | None = None, dispatcher: Dispatcher | None = None) -> str:
     """A table of functions and their candidates, for one operation or all."""
     return _describe.describe(owner_of(dispatcher), operation)
-
-
-def snapshot(dispatcher: Dispatcher | None = None) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """An immutable copy of every registry: its backends and where each was registered."""
-    return _describe.snapshot(owner_of(dispatcher))
 
 
 def call_op(name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -209,63 +165,30 @@ def set_log_level(level: int | str) -> None:
 
 __all__ = [
     '_OPERATION_BACKEND_MODULES',
-    'BackendBugError',
     'BackendRegistry',
     'BaseBackend',
-    'Breaker',
-    'BreakerEvent',
-    'BreakerSettings',
-    'CallEvent',
-    'CandidateReport',
-    'ConditionError',
     'Decision',
     'DispatchError',
-    'Dispatched',
     'Dispatcher',
-    'FrozenError',
-    'Handle',
-    'Health',
-    'Manifest',
-    'ManifestMismatchError',
-    'MeasurementError',
-    'Measurements',
     'NoBackendError',
-    'Plugin',
     'Policy',
-    'PolicyChange',
-    'PolicyEvent',
-    'PolicyFileError',
-    'PolicyVersion',
-    'PolicyWatcher',
-    'Reason',
-    'Record',
-    'RegistrationError',
     'Rule',
-    'Telemetry',
-    'Trace',
     'UnknownNameError',
     'Verdict',
-    'WatchError',
     'add_breaker_listener',
-    'add_observer',
     'allow_backends',
     'breaker',
     'call_op',
     'check_tensors',
     'checkpoint_contexts',
-    'counters',
     'default_dispatcher',
     'deny_backends',
     'describe',
-    'diff_policy',
     'dispatch',
     'explain',
     'freeze_dispatch',
     'get_policy',
     'health',
-    'is_frozen',
-    'last_backend',
-    'load_measurements',
     'load_policy',
     'manifest',
     'measure',
@@ -273,7 +196,6 @@ __all__ = [
     'plugins',
     'policy_context',
     'prefer_backend',
-    'read_policy',
     'refresh',
     'require_manifest',
     'reset',
@@ -282,13 +204,10 @@ __all__ = [
     'runs_on_triton',
     'set_log_level',
     'set_policy',
-    'snapshot',
     'strict_mode',
     'telemetry',
     'thaw_dispatch',
     'trace',
-    'unload_measurements',
-    'unload_policy',
     'use_backend',
     'validate',
     'watch_policy',

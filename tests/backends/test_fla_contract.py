@@ -15,8 +15,9 @@ from functools import cache
 import pytest
 import torch
 
-from fla.backends import BackendBugError, BackendRegistry, BaseBackend, dispatch, explain, strict_mode
+from fla.backends import BackendRegistry, BaseBackend, dispatch, explain, strict_mode
 from fla.backends.backend.base import format_reason
+from fla.backends.core.errors import BackendBugError
 
 Q = torch.zeros(1, 4, 2, 8)
 _numbers = itertools.count()

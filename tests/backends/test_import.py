@@ -334,7 +334,8 @@ def test_planning_a_cpu_call_asks_no_driver():
                 setattr(torch.cuda, name, driver)
 
         from fla.backends import BackendRegistry, BaseBackend, describe, dispatch, explain, runs_on_triton, trace
-        from fla.backends import refresh, use_backend, validate, snapshot, manifest
+        from fla.backends import refresh, use_backend, validate, manifest
+        from fla.backends.observe import snapshot
 
         class Fussy(BaseBackend):
             backend_type = 'fussy'

@@ -1,1 +1,10 @@
-"""Traces, counters, telemetry, and tables of the registered backends."""
+"""What ran, and what is registered: traces, counters, telemetry, tables.
+
+`trace`, `telemetry` and `describe` are in the door, `fla.backends`."""
+
+from fla.backends.observe.describe import snapshot
+from fla.backends.observe.records import Record
+from fla.backends.observe.telemetry import CallEvent, Telemetry, add_observer
+from fla.backends.observe.trace import Trace, counters, last_backend
+
+__all__ = ['CallEvent', 'Record', 'Telemetry', 'Trace', 'add_observer', 'counters', 'last_backend', 'snapshot']

@@ -7,17 +7,18 @@ from types import MappingProxyType
 from typing import Any
 
 from fla.backends.backend.base import BaseBackend
-from fla.backends.runtime.dispatcher import Dispatcher, LiveFunction
+from fla.backends.runtime.dispatcher import Dispatcher, LiveFunction, owner_of
 from fla.backends.runtime.view import state_of
 from fla.utils.owners import conflict
 
 _SUFFIXES = ('_verifier', '_prefers')
 
 
-def snapshot(dispatcher: Dispatcher) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+def snapshot(dispatcher: Dispatcher | None = None) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     """An immutable copy of every registry: its backends and where each was registered."""
+    owner = owner_of(dispatcher)
     picture = {}
-    for operation, registry in sorted(dispatcher.registries.items()):
+    for operation, registry in sorted(owner.registries.items()):
         rows = {}
         for entry in registry.registrations():
             facts = {name: getattr(entry.backend, name, None) for name in ('impl_id', 'priority', 'verified')}

@@ -18,7 +18,7 @@ from fla.backends.policy_files.names import problems as unknown_names
 from fla.backends.policy_files.versions import checked_path, read_regular
 from fla.backends.policy_files.yaml_lines import UNREAD, Errors, Reading
 from fla.backends.registry.catalogue import Catalogue
-from fla.backends.runtime.dispatcher import Dispatcher, LiveFunction
+from fla.backends.runtime.dispatcher import Dispatcher, LiveFunction, owner_of
 
 _MAX_ERRORS_SHOWN = 50
 # Room for thousands of rules. A larger file is most likely not a policy, and reading it would take minutes.
@@ -110,6 +110,16 @@ def read_version(path: str | os.PathLike[str], dispatcher: Dispatcher) -> Policy
     """
     draft = read(path)
     return draft.version(draft.unknown(dispatcher.catalogue))
+
+
+def read_policy(path: str | os.PathLike[str], dispatcher: Dispatcher | None = None) -> Policy:
+    """The policy in a file, checked; changes nothing. Errors as for `read_version`."""
+    return read_version(path, owner_of(dispatcher)).policy
+
+
+def unload_policy(dispatcher: Dispatcher | None = None) -> None:
+    """Remove the policy file's layer."""
+    owner_of(dispatcher).policies.unload_file()
 
 
 def load_policy(path: str | os.PathLike[str], dispatcher: Dispatcher) -> PolicyVersion:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fla.backends import (
-    BreakerSettings,
     DispatchError,
     NoBackendError,
     Policy,
@@ -34,6 +33,7 @@ from fla.backends import (
     use_backend,
 )
 from fla.backends.core.locking import lock
+from fla.backends.policy.on_error import BreakerSettings
 from tests.backends.fallback.test_failure import Broken
 from tests.backends.runtime.test_fork import in_child
 from tests.backends.toy import Q, Toy

@@ -20,7 +20,6 @@ from fla.backends import (
     DispatchError,
     NoBackendError,
     Policy,
-    RegistrationError,
     breaker,
     dispatch,
     explain,
@@ -34,6 +33,7 @@ from fla.backends import (
     trace,
     use_backend,
 )
+from fla.backends.core.errors import RegistrationError
 from fla.backends.policy.policy import Rule
 from tests.backends.toy import Q, Toy
 

@@ -16,7 +16,6 @@ from fla.backends import (
     DispatchError,
     NoBackendError,
     UnknownNameError,
-    add_observer,
     breaker,
     default_dispatcher,
     deny_backends,
@@ -25,6 +24,7 @@ from fla.backends import (
     trace,
     use_backend,
 )
+from fla.backends.observe import add_observer
 from tests.backends.fallback.test_failure import Broken, failing_toy, raising
 from tests.backends.runtime.test_fork import in_child
 from tests.backends.toy import Q, Toy

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fla.backends import (
-    BackendBugError,
     Policy,
     UnknownNameError,
     dispatch,
@@ -18,6 +17,7 @@ from fla.backends import (
     set_policy,
     use_backend,
 )
+from fla.backends.core.errors import BackendBugError
 from fla.backends.policy.conditions import Condition, ConditionError
 from fla.backends.policy.policy import Rule
 from tests.backends.toy import Q, Toy

@@ -13,7 +13,6 @@ import pytest
 
 import fla
 from fla.backends import (
-    BackendBugError,
     BackendRegistry,
     Dispatcher,
     DispatchError,
@@ -22,13 +21,14 @@ from fla.backends import (
     default_dispatcher,
     dispatch,
     explain,
-    last_backend,
     plugins,
     refresh,
     strict_mode,
     use_backend,
 )
 from fla.backends.core import logs
+from fla.backends.core.errors import BackendBugError
+from fla.backends.observe import last_backend
 from tests import process
 from tests.backends.library import backend_source
 from tests.backends.toy import Q, Toy

@@ -13,11 +13,11 @@ from fla.backends import (
     Rule,
     UnknownNameError,
     default_dispatcher,
-    diff_policy,
     dispatch,
     policy_context,
     trace,
 )
+from fla.backends.policy_files import diff_policy
 from tests.backends.toy import Toy
 
 SHORT, LONG = torch.zeros(2, 8), torch.zeros(2, 64)

@@ -8,7 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fla.backends import PolicyFileError, default_dispatcher, explain, load_policy, read_policy
+from fla.backends import default_dispatcher, explain, load_policy
+from fla.backends.policy_files import PolicyFileError, read_policy
 from tests.backends.toy import Toy
 
 YAML = pytest.importorskip('ruamel.yaml').YAML

@@ -11,12 +11,9 @@ import pytest
 import torch
 
 from fla.backends import (
-    BackendBugError,
     DispatchError,
-    FrozenError,
     NoBackendError,
     Policy,
-    PolicyFileError,
     Rule,
     UnknownNameError,
     breaker,
@@ -28,16 +25,16 @@ from fla.backends import (
     manifest,
     policy_context,
     prefer_backend,
-    read_policy,
     refresh,
     reset,
     set_policy,
     thaw_dispatch,
-    unload_policy,
     use_backend,
     watch_policy,
 )
+from fla.backends.core.errors import BackendBugError, FrozenError
 from fla.backends.policy.precedence import Layer, refuse_if_locked
+from fla.backends.policy_files import PolicyFileError, read_policy, unload_policy
 from tests.backends.toy import Toy
 from tests.tables import table
 

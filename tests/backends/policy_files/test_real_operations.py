@@ -8,22 +8,21 @@ import torch
 from fla.backends import (
     BackendRegistry,
     DispatchError,
-    FrozenError,
     NoBackendError,
     breaker,
-    diff_policy,
     explain,
     freeze_dispatch,
     load_policy,
     policy_context,
     prefer_backend,
-    read_policy,
     refresh,
     telemetry,
     trace,
     use_backend,
     watch_policy,
 )
+from fla.backends.core.errors import FrozenError
+from fla.backends.policy_files import diff_policy, read_policy
 from fla.modules.layernorm import rms_norm
 from fla.ops.attn import parallel_attn
 from fla.ops.kda import chunk_kda

@@ -10,7 +10,8 @@ from textwrap import dedent
 import pytest
 
 import fla
-from fla.backends import Plugin, default_dispatcher, describe, dispatch, plugins, reset, validate
+from fla.backends import default_dispatcher, describe, dispatch, plugins, reset, validate
+from fla.backends.registry.discovery import Plugin
 from tests.backends.library import backend_source
 from tests.backends.registry.test_discovery import all_at_once
 from tests.backends.toy import Q, Toy

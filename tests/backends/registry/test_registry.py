@@ -13,11 +13,9 @@ import torch
 
 import fla.backends
 from fla.backends import (
-    BackendBugError,
     BackendRegistry,
     BaseBackend,
     Dispatcher,
-    RegistrationError,
     UnknownNameError,
     default_dispatcher,
     describe,
@@ -25,11 +23,12 @@ from fla.backends import (
     explain,
     refresh,
     reset,
-    snapshot,
     strict_mode,
     validate,
 )
+from fla.backends.core.errors import BackendBugError, RegistrationError
 from fla.backends.core.locking import lock
+from fla.backends.observe import snapshot
 from tests.backends.toy import Q, Toy
 from tests.tables import table
 

@@ -14,13 +14,10 @@ from fla.backends import (
     BackendRegistry,
     BaseBackend,
     DispatchError,
-    FrozenError,
-    ManifestMismatchError,
     NoBackendError,
     Policy,
     UnknownNameError,
     call_op,
-    counters,
     default_dispatcher,
     deny_backends,
     describe,
@@ -28,8 +25,6 @@ from fla.backends import (
     explain,
     freeze_dispatch,
     get_policy,
-    is_frozen,
-    last_backend,
     manifest,
     policy_context,
     prefer_backend,
@@ -41,13 +36,15 @@ from fla.backends import (
     runs_on_triton,
     set_log_level,
     set_policy,
-    snapshot,
     strict_mode,
     thaw_dispatch,
     trace,
     use_backend,
     validate,
 )
+from fla.backends.core.errors import FrozenError, ManifestMismatchError
+from fla.backends.observe import counters, last_backend, snapshot
+from fla.backends.runtime.freeze import is_frozen
 from tests.backends.toy import Q, Toy
 
 

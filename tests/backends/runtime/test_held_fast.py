@@ -13,7 +13,6 @@ from fla.backends import (
     BackendRegistry,
     BaseBackend,
     DispatchError,
-    RegistrationError,
     checkpoint_contexts,
     default_dispatcher,
     deny_backends,
@@ -25,6 +24,7 @@ from fla.backends import (
     trace,
     use_backend,
 )
+from fla.backends.core.errors import RegistrationError
 from fla.backends.core.locking import lock
 from tests.backends.toy import Q, Toy
 

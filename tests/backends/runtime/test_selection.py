@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fla.utils.devices
 from fla.backends import (
-    BackendBugError,
     BackendRegistry,
     BaseBackend,
     NoBackendError,
@@ -27,6 +26,7 @@ from fla.backends import (
     trace,
     use_backend,
 )
+from fla.backends.core.errors import BackendBugError
 from fla.utils.devices import Device
 from tests.backends.toy import Q, Toy
 

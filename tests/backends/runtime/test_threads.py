@@ -19,11 +19,11 @@ from fla.backends import (
     refresh,
     reset_policy,
     set_policy,
-    snapshot,
     trace,
     use_backend,
     validate,
 )
+from fla.backends.observe import snapshot
 from tests.backends.library import backend_source
 from tests.backends.registry.test_discovery import all_at_once
 from tests.backends.toy import Q, Toy

@@ -17,7 +17,6 @@ from fla.backends import (
     Dispatcher,
     Policy,
     UnknownNameError,
-    add_observer,
     breaker,
     dispatch,
     explain,
@@ -28,12 +27,12 @@ from fla.backends import (
     strict_mode,
     telemetry,
     trace,
-    unload_measurements,
     use_backend,
 )
 from fla.backends.core import device_label
 from fla.backends.core.errors import FrozenError
-from fla.backends.tuning import measuring
+from fla.backends.observe import add_observer
+from fla.backends.tuning import measuring, unload_measurements
 from fla.backends.tuning.choices import choose
 from fla.backends.tuning.measurements import Choice, MeasurementError, read
 from fla.backends.tuning.measuring import load_measurements, measure
@@ -632,7 +631,8 @@ def test_progress_is_shown(two, capsys, monkeypatch, rich):
 SCRIPT = """
     import functools, os, sys, time
     import torch, torch.distributed as dist
-    from fla.backends import FrozenError, Policy, UnknownNameError, freeze_dispatch, set_policy, thaw_dispatch
+    from fla.backends import Policy, UnknownNameError, freeze_dispatch, set_policy, thaw_dispatch
+    from fla.backends.core.errors import FrozenError
     from fla.backends.tuning.measuring import measure
     from fla.backends.tuning.measurements import MeasurementError
     from tests.backends.toy import Toy
