@@ -272,11 +272,13 @@ def test_a_leaf_of_the_framework(here):
 
 
 def test_the_core(here):
-    """Selects all tests of dispatched functions; not those of Triton's support and of the helpers of launches."""
+    """Selects all tests of dispatched functions; not those of Triton's support, nor those that launch kernels directly."""
     found = here.dependents(['fla/backends/plan/plan.py'])
     dispatch = ('tests/backends/', 'tests/clients/', 'tests/layers/', 'tests/modules/', 'tests/ops/')
     left_out = here.tests - set(found)
-    helpers = ('tests/ops/launch/', 'tests/ops/test_l2norm_kernel.py', 'tests/ops/test_utils.py')
+    helpers = tuple(
+        f'tests/ops/{name}' for name in ('launch/', 'attn/test_kernels_compile', 'test_l2norm_kernel', 'test_utils')
+    )
     assert not [name for name in left_out if name.startswith(dispatch) and not name.startswith(helpers)]
     assert {f'tests/triton_support/test_{name}.py' for name in ('compile_only', 'interpreter', 'plugin')} <= left_out
 
