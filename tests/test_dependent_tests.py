@@ -276,9 +276,8 @@ def test_the_core(here):
     found = here.dependents(['fla/backends/plan/plan.py'])
     dispatch = ('tests/backends/', 'tests/clients/', 'tests/layers/', 'tests/modules/', 'tests/ops/')
     left_out = here.tests - set(found)
-    helpers = tuple(
-        f'tests/ops/{name}' for name in ('launch/', 'attn/test_kernels_compile', 'test_l2norm_kernel', 'test_utils')
-    )
+    names = ('launch/', 'attn/test_kernels_compile', 'test_l2norm_kernel', 'test_utils')
+    helpers = tuple(f'tests/ops/{name}' for name in names)
     assert not [name for name in left_out if name.startswith(dispatch) and not name.startswith(helpers)]
     assert {f'tests/triton_support/test_{name}.py' for name in ('compile_only', 'interpreter', 'plugin')} <= left_out
 
