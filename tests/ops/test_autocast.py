@@ -60,7 +60,7 @@ def functional_gradients(run, tensors, gradients):
     return results, pull(gradients)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(pairs=False)
 @pytest.mark.parametrize('derive', [compiled_gradients, functional_gradients])
 @pytest.mark.parametrize('options', [{'T': 70}, {'T': 1, 'B': 2}, {'lens': [3, 0, 30]}], ids=str)
 @pytest.mark.parametrize('function', FUNCTIONS, ids=name_of)
