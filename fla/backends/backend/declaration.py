@@ -125,7 +125,7 @@ def _is_bool(value: Any) -> bool:
 _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     'backend_type': (
         lambda value: _is_word(value) and value != 'base',
-        'a unique name, in ASCII, without spaces and without , | ; = :',
+        'a name, unique and in ASCII, without spaces and without , | ; = :',
     ),
     'kind': (lambda value: value in ('vendor', 'native', 'reference'), "'vendor', 'native' or 'reference'"),
     'vendor': (_or_none(_is_word), 'the name of a vendor without spaces and without , | ; = :, or None'),
