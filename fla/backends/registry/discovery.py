@@ -1,14 +1,16 @@
-"""How backends are found: an operation's own `backends` package, entry points, and plugin modules from the environment.
+"""Finds backends: an operation's own `backends` package, entry points, and plugin modules from the environment.
 
-Packages are imported by Python's import system without any lock of ours held, so that two threads racing a first call
-import once, and a backend module may itself call dispatched functions while it loads.
+No lock of this package is held during an import: two threads that race a first call import once, and a backend module may
+call dispatched functions while it loads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import pkgutil
 import sys
@@ -26,20 +28,20 @@ from fla.backends.registry.registry import Registries
 from fla.utils.env import LIVE, live_key, text_of
 from fla.utils.owners import with_conflict
 
-# A second thread waits this long for the plugins that a first one is loading, then goes on without them: waiting for ever
+# A second thread waits this long for plugins that another thread is loading, then continues without them: waiting for ever
 # could deadlock with the import system.
-_PLUGIN_PATIENCE_SECONDS = 30.0
+_PLUGIN_WAIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plugin and how its loading went.
+    """A plugin, loaded or failed.
 
     Attributes:
         name: entry point or module.
         source: 'entry point' or the environment variable.
-        version: of its distribution, where known.
-        error: why it could not be loaded, None if it was.
+        version: of its distribution, or None.
+        error: why it could not be loaded, or None.
     """
 
     name: str
@@ -58,8 +60,8 @@ class Discovery:
         group: entry-point group of plugins.
         plugin_variable: environment variable that lists plugin modules.
         is_strict: whether an error in an operation's package raises.
-        loaded: called under the lock when all backends of an operation are known.
-        declared_at: operation → place of its first `@dispatch`, '' where unknown.
+        loaded: called under the lock after an operation's package was imported.
+        declared_at: returns the place of an operation's first `@dispatch`, or ''.
     """
 
     def __init__(
@@ -76,10 +78,11 @@ class Discovery:
     ) -> None:
         self.namespace, self.registries, self.group = namespace, registries, group
         self.modules = modules
-        self._variable, self._is_strict, self._on_loaded, self._place_of = plugin_variable, is_strict, loaded, declared_at
+        self._variable, self._is_strict, self._on_loaded, self._declared_at = plugin_variable, is_strict, loaded, declared_at
         self.errors: dict[str, str] = {}
         self.plugins: tuple[Plugin, ...] = ()
         self._loaded: set[str] = set()
+        # thread → what it is loading, innermost last: 'package' or 'plugin'
         self._loading: dict[int, list[str]] = {}
         self._plugins_done = threading.Event()
         self._plugins_loader: int | None = None
@@ -87,17 +90,17 @@ class Discovery:
     # -- operations ---------------------------------------------------------------------------------------------------
 
     def module_of(self, operation: str) -> str:
-        """Name of the package that registers the backends of an operation."""
+        """Returns the name of the package that registers the backends of an operation."""
         return self.modules.get(operation, f'{self.namespace}.{operation}.backends')
 
     def who_registers(self) -> str:
-        """Who is registering on this thread: 'package', 'plugin' or 'user'."""
+        """Returns the source of registrations on this thread: 'package', 'plugin' or 'user'."""
         stack = self._loading.get(threading.get_ident())
         return stack[-1] if stack else 'user'
 
     def load(self, operation: str) -> bool:
-        """Import what serves `operation`. False if that is still under way further up in this very thread (a backend module
-        that calls a dispatched function while it loads): what is known so far then serves, provisionally.
+        """Imports the backends of `operation`. Returns False if that is still in progress further up in this thread (a
+        backend module that calls a dispatched function while it loads): the backends registered so far then serve for now.
 
         Raises:
             UnknownNameError: for an operation without a package and without a registry.
@@ -122,10 +125,11 @@ class Discovery:
         except ModuleNotFoundError as error:
             if error.name is None or not f'{module}.'.startswith(f'{error.name}.'):
                 self._remember(operation, module, error)
-            elif operation not in self.registries and not self.exists(operation):
-                package = module.removesuffix('.backends')
+            elif not self.exists(operation):
+                package, place = module.removesuffix('.backends'), self._declared_at(operation)
                 advice = with_conflict(f' A new operation needs BackendRegistry({operation!r}), or a package {package}.')
-                raise unknown_name('operation', operation, self.operations(), self._declared_at(operation), advice) from None
+                where = f' (in @dispatch at {place})' if place else ''
+                raise unknown_name('operation', operation, self.operations(), where, advice) from None
         except Exception as error:
             self._remember(operation, module, error)
         with lock:
@@ -133,27 +137,15 @@ class Discovery:
             self._on_loaded(operation)
         return True
 
-    def _declared_at(self, operation: str) -> str:
-        place = self._place_of(operation)
-        return f' (in @dispatch at {place})' if place else ''
-
     def _remember(self, operation: str, module: str, error: BaseException) -> None:
-        text = error_text(error)
-        self.errors[operation] = text
-        logs.once(
-            ('package', module, text),
-            40,
-            'operation %r: importing %s failed, what it registered before that is used: %s',
-            operation,
-            module,
-            text,
-            exc_info=True,
-        )
+        text = self.errors[operation] = error_text(error)
+        words = 'operation %r: importing %s failed, what it registered before that is used: %s'
+        logs.once(('package', module, text), logging.ERROR, words, operation, module, text, exc_info=True)
         if self._is_strict(operation):
             raise error
 
     def exists(self, operation: str) -> bool:
-        """Whether there is such an operation: registered, mapped, or a package of the namespace. Imports no operation."""
+        """Whether an operation is registered, mapped, or a package of the namespace. Imports no operation."""
         if operation == '*' or operation in self.registries or operation in self.modules:
             return True
         if '.' in operation and operation in self.operations():
@@ -163,13 +155,13 @@ class Discovery:
             return False
         try:
             spec = importlib.util.find_spec(f'{parent}.{leaf}')
-            # `kda.chunk` is a file of operation `kda`, beside its function `kda.chunk_kda`
+            # a module is not an operation: `kda.chunk` is a file of `kda`
             return spec is not None and ('.' not in operation or spec.submodule_search_locations is not None)
         except (ImportError, ValueError, AttributeError):
             return False
 
     def operations(self) -> list[str]:
-        """Every operation there is, loaded or not."""
+        """Returns every operation, loaded or not."""
         return sorted({*self.modules, *self.registries, *self._packages()} - {'*'})
 
     def _packages(self) -> Iterator[str]:
@@ -181,30 +173,28 @@ class Discovery:
             yield from _operations_in(Path(path))
 
     def load_all(self) -> None:
-        """Load every operation there is, to answer a question about a name that no loaded one knows."""
-        if self._loading.get(threading.get_ident()):
-            return
-        for operation in self.operations():
+        """Loads every operation, unless this thread is loading one."""
+        for operation in self.operations() if not self.is_loading() else ():
             self.load(operation)
 
     # -- plugins ------------------------------------------------------------------------------------------------------
 
     def load_plugins(self) -> tuple[Plugin, ...]:
-        """Every plugin that was found, loaded if that has not happened yet."""
+        """Loads the plugins if need be, and returns them."""
         self._load_plugins()
         return self.plugins
 
     def _load_plugins(self) -> bool:
         if self._plugins_done.is_set():
             return True
-        me = threading.get_ident()
-        if self._loading.get(me):
+        if self.is_loading():
             return False
+        me = threading.get_ident()
         with lock:
             if self._plugins_loader is None and not self._plugins_done.is_set():
                 self._plugins_loader = me
         if self._plugins_loader != me:
-            return self._plugins_done.wait(_PLUGIN_PATIENCE_SECONDS)
+            return self._plugins_done.wait(_PLUGIN_WAIT_SECONDS)
         try:
             with self._registering('plugin'):
                 self.plugins = (*self._entry_points(), *self._plugin_modules())
@@ -215,7 +205,10 @@ class Discovery:
 
     def _entry_points(self) -> Iterator[Plugin]:
         for point in importlib.metadata.entry_points(group=self.group):
-            version = _version_of(point)
+            try:
+                version = point.dist.version if point.dist is not None else None
+            except Exception:  # broken metadata; the plugin may work
+                version = None
             error = self._call_plugin(point.name, f'entry point {point.value}', point.load)
             yield Plugin(point.name, 'entry point', version, error)
 
@@ -229,34 +222,43 @@ class Discovery:
     def _call_plugin(self, name: str, source: str, load: Any) -> str | None:
         try:
             found = load()
-            register = found if not hasattr(found, 'register') else found.register
+            register = getattr(found, 'register', found)
             if not callable(register):
                 raise AttributeError(f'{found!r} has no function register(registries)')
             register(self.registries)
         except Exception as error:
-            logs.logger.warning(
-                'plugin %s (%s) failed, what it registered before that is used: %s', name, source, error, exc_info=True
-            )
+            words = 'plugin %s (%s) failed, what it registered before that is used: %s'
+            logs.logger.warning(words, name, source, error, exc_info=True)
             return f'{type(error).__name__}: {error}'
         return None
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
-    def _registering(self, who: str) -> _Registering:
-        return _Registering(self._loading, who)
+    @contextlib.contextmanager
+    def _registering(self, who: str) -> Iterator[None]:
+        """Marks registrations on this thread as those of a package or a plugin."""
+        me = threading.get_ident()
+        stack = self._loading.setdefault(me, [])
+        stack.append(who)
+        try:
+            yield
+        finally:
+            stack.pop()
+            if not stack:
+                del self._loading[me]
 
     def is_loading(self) -> bool:
         """Whether this thread is inside a load."""
-        return bool(self._loading.get(threading.get_ident()))
+        return threading.get_ident() in self._loading
 
     def retry(self) -> None:
-        """Try again what failed to load."""
+        """Lets the next call try failed imports again."""
         with lock:
             self._loaded -= set(self.errors)
             self.errors.clear()
 
     def forget(self) -> None:
-        """As if nothing had been loaded by a plugin; packages stay imported."""
+        """Unloads the plugins; packages stay imported."""
         with lock:
             self._loaded.clear()
             self.errors.clear()
@@ -264,22 +266,22 @@ class Discovery:
             self._plugins_done.clear()
 
     def after_fork_in_child(self) -> None:
-        """Other threads do not exist in the child. What they were loading is half done and their import locks would never
-        be released: forget both, so that the child's next call loads it itself."""
-        others = {thread: stack for thread, stack in self._loading.items() if thread != threading.get_ident() and stack}
+        """Drops unfinished loads of other threads, which do not exist in the child, and their import locks: the child's next
+        call loads again."""
+        me = threading.get_ident()
+        others = self._loading.keys() - {me}
         for thread in others:
             del self._loading[thread]
         if not self._plugins_done.is_set():
-            # another thread may have been holding its lock
-            self._plugins_done = threading.Event()
-        if self._plugins_loader is not None and self._plugins_loader != threading.get_ident():
+            self._plugins_done = threading.Event()  # another thread may have held the old one's lock
+        if self._plugins_loader != me:
             self._plugins_loader = None
         if others:
             forget_unfinished_imports()
 
 
 def _operations_in(folder: Path, prefix: str = '') -> Iterator[str]:
-    """The packages in a folder, and of those inside them the ones that have backends. Reads folders and imports nothing."""
+    """Yields the packages in a folder, and the packages inside them that have backends. Imports nothing."""
     for info in pkgutil.iter_modules([str(folder)]):
         if not info.ispkg or info.name == 'backends':
             continue
@@ -289,42 +291,7 @@ def _operations_in(folder: Path, prefix: str = '') -> Iterator[str]:
         yield from _operations_in(inside, f'{prefix}{info.name}.')
 
 
-def _version_of(point: importlib.metadata.EntryPoint) -> str | None:
-    try:
-        return point.dist.version if point.dist is not None else None
-    except Exception:
-        # a distribution with broken metadata; its plugin may work all the same
-        return None
-
-
-class _Registering:
-    """Marks what is registered on this thread meanwhile as coming from a package or a plugin."""
-
-    def __init__(self, loading: dict[int, list[str]], who: str) -> None:
-        self._loading, self._who = loading, who
-
-    def __enter__(self) -> None:
-        self._loading.setdefault(threading.get_ident(), []).append(self._who)
-
-    def __exit__(self, *_: object) -> None:
-        stack = self._loading[threading.get_ident()]
-        stack.pop()
-        if not stack:
-            del self._loading[threading.get_ident()]
-
-
 def in_forked_children(clean_up: Callable[[], None]) -> None:
-    """Have `clean_up` called in forked children."""
-    _clean_ups.append(clean_up)
-
-
-_clean_ups: list[Callable[[], None]] = []
-
-
-def _clean_up_child() -> None:
-    for clean_up in _clean_ups:
-        clean_up()
-
-
-if hasattr(os, 'register_at_fork'):
-    os.register_at_fork(after_in_child=_clean_up_child)
+    """Calls `clean_up` in forked children."""
+    if hasattr(os, 'register_at_fork'):
+        os.register_at_fork(after_in_child=clean_up)

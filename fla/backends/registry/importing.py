@@ -1,4 +1,4 @@
-"""Importing modules of backends, also while another thread or an earlier frame imports them, and after a fork."""
+"""Imports modules of backends, also while another thread or an outer frame imports them, and after a fork."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import ModuleType
 
 
 def import_whole(name: str) -> ModuleType | None:
-    """Import a module; None while it is still being executed: further up in this thread, or by another thread that in turn
-    waits for what this one is importing (Python detects that and lets one of the two go on)."""
+    """Imports a module. Returns None while it is still being executed: further up in this thread, or by another thread that
+    waits for an import of this one (Python detects the deadlock and lets one of the two continue)."""
     try:
         module = importlib.import_module(name)
     except RuntimeError as error:
@@ -21,9 +21,9 @@ def import_whole(name: str) -> ModuleType | None:
 
 
 def forget_unfinished_imports() -> None:
-    """Drop modules whose import a thread that does not exist any more had begun, and their locks.
+    """Drops the modules that the parent's other threads were importing at a fork, and their locks.
 
-    The import system has no public way to say this; without it, importing such a module in the child waits for ever.
+    Without this, importing such a module in the child waits for ever. The import system has no public way to do it.
     """
     locks = getattr(importlib._bootstrap, '_module_locks', {})
     for name, reference in dict(locks).items():
@@ -31,6 +31,6 @@ def forget_unfinished_imports() -> None:
         if holder is None or getattr(holder, 'owner', None) in (None, threading.get_ident()):
             continue
         locks.pop(name, None)
-        # one that is still being looked for has a lock and no module yet
+        # a module that is still being searched for has a lock and no module yet
         if getattr(getattr(sys.modules.get(name), '__spec__', None), '_initializing', False):
             del sys.modules[name]
