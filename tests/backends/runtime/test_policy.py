@@ -786,7 +786,7 @@ def test_a_scope_for_another_operation_costs_a_function_nothing(toy):
         (lambda: Policy(breaker=(3,)), 'breaker must be BreakerSettings'),
         (lambda: Policy(deny={'a': 1}), "deny takes names, got {'a': 1}"),
         (lambda: Policy(use=b'one'), "use takes names, got b'one'"),
-        (lambda: Policy(use='a', lock={'kda': 'b'}), 'use and lock say who runs in one policy'),
+        (lambda: Policy(use='a', lock={'kda': 'b'}), 'use and lock contradict each other'),
         (lambda: Policy(order={'kda': 'a'}, lock={'kda': 'b'}), "order and lock both have 'kda'"),
         (lambda: Policy(on_error=['raise']), r"on_error must be 'raise', 'fallback' or None, got \['raise'\]\.$"),
         (lambda: Policy(on_error='rase'), r"got 'rase'\. Did you mean 'raise'"),
