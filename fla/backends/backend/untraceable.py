@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -45,19 +44,6 @@ COMPILED = {
 _LOADS = ('LOAD_GLOBAL', 'LOAD_NAME', 'LOAD_ATTR', 'LOAD_METHOD', 'LOAD_DEREF')
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One problem in a function's code: where, what, and the remedy."""
-
-    file: str
-    line: int
-    problem: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f'{self.file}:{self.line}: {self.problem}; {self.remedy}'
-
-
 def codes_of(function: Callable[..., Any]) -> list[CodeType]:
     """Returns the code of a function and of the functions defined inside it."""
     code = getattr(getattr(function, '__func__', function), '__code__', None)
@@ -67,8 +53,8 @@ def codes_of(function: Callable[..., Any]) -> list[CodeType]:
     return found
 
 
-def findings(function: Callable[..., Any]) -> list[Finding]:
-    """Returns what makes a verifier unfit for compiled code."""
+def findings(function: Callable[..., Any]) -> list[str]:
+    """Returns what makes a verifier unfit for compiled code, as 'file:line: problem; remedy'."""
     found = []
     for code in codes_of(function):
         if not COMPILED.keys() & {*code.co_names, *code.co_freevars}:
@@ -80,5 +66,5 @@ def findings(function: Callable[..., Any]) -> list[Finding]:
                 line = getattr(instruction, 'line_number', instruction.starts_line)
             if instruction.opname in _LOADS and instruction.argval in COMPILED:
                 problem, remedy = COMPILED[instruction.argval]
-                found.append(Finding(code.co_filename, line, problem, remedy))
+                found.append(f'{code.co_filename}:{line}: {problem}; {remedy}')
     return found

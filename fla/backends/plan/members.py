@@ -109,7 +109,7 @@ def _untraceable(backend: BaseBackend, toggles: Toggles, *methods: Callable[...,
     for method in methods:
         found = findings(method) if method is not None else []
         if found:
-            return str(found[0])
+            return found[0]
     if backend.kind != 'default' and toggles.gate(backend).ask is not None:
         return f'{location(backend.is_enabled)}: is_enabled() reads a variable that is not declared; name it in extra_env'
     return None

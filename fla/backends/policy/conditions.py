@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import keyword
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +38,7 @@ _COMPARISONS: dict[type[ast.cmpop], str] = dict(
         strict=True,
     )
 )
+_ATTRIBUTE = re.compile(r'(\w+)\.(?:(dtype|device\.type)|shape\[-?(\d+)\])')
 _ORDERED = {'<', '<=', '>', '>='}
 # Python's parser stops at 200 parentheses, and the generated code has some for each nested `and`, `or` and `not`.
 _MOST_NESTED = 32
@@ -211,9 +214,7 @@ class _Reader:
     def truth(self, node: ast.expr) -> None:
         """Checks an expression that must be true or false."""
         if self.depth > _MOST_NESTED:
-            raise ConditionError(
-                f'more than {_MOST_NESTED} of `and`, `or` and `not` in each other; give the rule a second one'
-            )
+            raise ConditionError(f'more than {_MOST_NESTED} nested `and`, `or` and `not`; use a second rule')
         self.depth += 1
         match node:
             case ast.BoolOp(_, sides):
@@ -231,11 +232,8 @@ class _Reader:
 
     def comparison(self, node: ast.Compare) -> None:
         if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
-            match node.comparators:
-                case [ast.Constant(None)]:
-                    pass
-                case _:
-                    raise self.refuse(node, '`is` is for None alone')
+            if [ast.unparse(right) for right in node.comparators] != ['None']:
+                raise self.refuse(node, '`is` is for None alone')
             if not isinstance(node.left, ast.Name) or node.left.id in DTYPES:
                 raise self.refuse(node, 'only a parameter can be None')
             self.names.append(node.left.id)
@@ -292,19 +290,10 @@ def _is_number(node: ast.expr) -> bool:
 
 def _attribute(node: ast.expr) -> tuple[str, str]:
     """Returns the parameter and what is read for `q.dtype`, `q.device.type` and `q.shape[1]`; ('', '') for anything else."""
-    match node:
-        case ast.Attribute(ast.Name(name), 'dtype'):
-            found = 'dtype'
-        case ast.Attribute(ast.Attribute(ast.Name(name), 'device'), 'type'):
-            found = 'device.type'
-        case ast.Subscript(
-            ast.Attribute(ast.Name(name), 'shape'),
-            ast.Constant(int(index)) | ast.UnaryOp(ast.USub(), ast.Constant(int(index))),
-        ) if not isinstance(index, bool) and index <= _MOST_DIMENSIONS:
-            found = 'shape'
-        case _:
-            return '', ''
-    return ('', '') if name in DTYPES else (name, found)
+    found = _ATTRIBUTE.fullmatch(ast.unparse(node))
+    if not found or found[1] in DTYPES or keyword.iskeyword(found[1]) or int(found[3] or 0) > _MOST_DIMENSIONS:
+        return '', ''
+    return found[1], found[2] or 'shape'
 
 
 def _reads(node: ast.expr) -> bool:

@@ -13,7 +13,7 @@ from fla.backends.core import logs
 from fla.backends.policy.on_error import ON_ERROR
 from fla.backends.policy.policy import Policy
 from fla.backends.policy.precedence import Layer
-from fla.backends.policy.toggles import read_boolean, warn_retired
+from fla.backends.policy.toggles import as_stated, warn_retired
 from fla.utils.env import LIVE, live_key, nearest, split_list, text_of
 
 # name without prefix → (when it is read, effect). The documentation's table is generated from it.
@@ -54,23 +54,24 @@ class Environment:
         """Returns the full name of one of `VARIABLES`."""
         return f'{self.prefix}_{short}'
 
-    def text(self, short: str) -> str | None:
-        """Returns its value, also under a retired name."""
+    def _read(self, short: str) -> tuple[str, str | None]:
+        """Returns the name that is set, the current or a retired one, and its value."""
         name = self.name(short)
         value = text_of(LIVE.get(live_key(name)))
-        for old, new in self.retired.items():
-            old_value = text_of(LIVE.get(live_key(old))) if new == name else None
+        for old in [old for old, new in self.retired.items() if new == name]:
+            old_value = text_of(LIVE.get(live_key(old)))
             if old_value is not None:
-                warn_retired(old, new)
-                value = old_value if value is None else value
-        return value
+                warn_retired(old, self.name(short))
+                name, value = (old, old_value) if value is None else (name, value)
+        return name, value
+
+    def text(self, short: str) -> str | None:
+        """Returns its value, also under a retired name."""
+        return self._read(short)[1]
 
     def boolean(self, short: str) -> bool | None:
         """Returns its value as a boolean; None if it is unset or (with a warning) not a boolean."""
-        name = self.name(short)
-        if text_of(LIVE.get(live_key(name))) is None:
-            name = next((old for old, new in self.retired.items() if new == name and self.text(short) is not None), name)
-        return read_boolean(name)
+        return as_stated(*self._read(short))
 
     def layers(self) -> tuple[Layer, ...]:
         """Returns the layers of the environment, highest first. Also reads DISPATCH_TRACE and LOG_LEVEL."""

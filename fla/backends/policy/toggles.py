@@ -121,7 +121,7 @@ class Toggles:
                 warn_retired(old, names[0])
         unset = (None,) * len(names)
         stated = {
-            values: next((_stated(n, raw) for n, raw in zip(names, values, strict=True) if raw is not None), None)
+            values: next((as_stated(n, text_of(raw)) for n, raw in zip(names, values, strict=True) if raw is not None), None)
             for values in sorted(known, key=lambda values: (values != unset, str(values)))
         }
         means = {values: unset_means if answer is None else answer for values, answer in stated.items()}
@@ -183,19 +183,13 @@ def _raw(names: tuple[str, ...], env: Mapping[str, str | None] | None) -> Raw:
     return tuple(None if (text := env.get(name)) is None else live_value(text) for name in names)
 
 
-def _stated(name: str, raw: Any) -> bool | None:
-    """Returns a raw value as a boolean; None if it is unset or (with one warning) not a boolean."""
-    text = text_of(raw)
+def as_stated(name: str, text: str | None) -> bool | None:
+    """Returns a variable's value as a boolean; None if it is unset or (with one warning) not a boolean."""
     stated = None if text is None else parse_boolean(text)
     if stated is None and text is not None:
         words = '%s=%.80r is not a boolean: use %s. It counts as unset.'
         logs.warn_once(('not boolean', name, text[:80]), words, name, text, BOOLEAN_CHOICES)
     return stated
-
-
-def read_boolean(name: str) -> bool | None:
-    """Returns the variable `name` as a boolean; None if it is unset or (with one warning) not a boolean."""
-    return _stated(name, LIVE.get(live_key(name)))
 
 
 def warn_retired(old: str, new: str) -> None:

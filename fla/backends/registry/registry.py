@@ -91,8 +91,6 @@ class Registry:
     def __repr__(self) -> str:
         return f'<BackendRegistry {self.operation!r}: {", ".join(r.name for r in self.registrations()) or "empty"}>'
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def registrations(self) -> tuple[Registration, ...]:
         """Returns the newest registration of each name, in order of first registration."""
         newest = {entry.name: entry for entry in sorted(self._entries, key=lambda entry: entry.serial)}
@@ -114,8 +112,6 @@ class Registry:
     def get(self, name: str) -> BaseBackend | None:
         """Returns the backend of that name, or None."""
         return next((backend for backend in self if backend.backend_type == name), None)
-
-    # -- writing ------------------------------------------------------------------------------------------------------
 
     def register(self, backend: BaseBackend | str, name: str | None = None) -> Handle:
         """Adds a backend.
@@ -227,8 +223,6 @@ class Registry:
                 listener(event, self, entry)
             except (Exception, SystemExit):  # must not end the registration
                 logs.logger.exception('listener %r failed on %s of %r', listener, event, entry.name)
-
-    # -- paths --------------------------------------------------------------------------------------------------------
 
     def import_paths(self) -> bool:
         """Imports the registered paths. Returns False if one of them is being imported further up in this thread.
