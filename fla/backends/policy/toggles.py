@@ -96,10 +96,7 @@ class Toggles:
         """
         names = self.variables(backend)
         if overrides(backend, 'is_enabled'):
-            asked = partial(_ask, backend, 'is_enabled', backend.is_enabled, strict)
-            if not backend.extra_env and not _literal_names(backend.is_enabled) and _reads_more(backend.is_enabled):
-                return Gate(ask=lambda: asked()[0], is_on=asked()[0])
-            return self._overridden(backend, names, env, asked)
+            return self._overridden(backend, names, env, strict)
         unset_means, problem = _ask(backend, 'default_enable', partial(enabled_by_default, backend), strict)
         if not names:
             return Gate(is_on=unset_means, problem=problem)
@@ -128,12 +125,11 @@ class Toggles:
         return _gate(names, means, current, problem if stated[current] is None else None)
 
     def _overridden(
-        self,
-        backend: BaseBackend,
-        names: tuple[str, ...],
-        env: Mapping[str, str | None] | None,
-        asked: Callable[[], tuple[bool, str | None]],
+        self, backend: BaseBackend, names: tuple[str, ...], env: Mapping[str, str | None] | None, strict: bool
     ) -> Gate:
+        asked = partial(_ask, backend, 'is_enabled', backend.is_enabled, strict)
+        if not backend.extra_env and not _literal_names(backend.is_enabled) and _reads_more(backend.is_enabled):
+            return Gate(ask=lambda: asked()[0], is_on=asked()[0])
         answers = self._answers.setdefault((backend, names), {})
         while True:
             current = _raw(names, env)
