@@ -107,7 +107,7 @@ class Condition:
 
 
 def flag(value: Any) -> bool:
-    """Returns a parameter that stands alone, which must be True or False."""
+    """Returns a parameter that is tested itself, which must be True or False."""
     if value is True or value is False:
         return bool(value)
     raise TypeError('neither True nor False')
@@ -160,9 +160,9 @@ def _parsed(text: str) -> _Parsed:
         tree = _BareDtypes().visit(ast.parse(f'({text}\n)', mode='eval').body)
         is_whole = isinstance(ast.parse(f'[{text}\n]', mode='eval').body, (ast.List, ast.ListComp))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConditionError(f'{text!r} is no expression: {getattr(error, "msg", error)}') from None
+        raise ConditionError(f'{text!r} is not an expression: {getattr(error, "msg", error)}') from None
     if not is_whole:
-        raise ConditionError(f'{text!r} is no expression: unbalanced parentheses')
+        raise ConditionError(f'{text!r} is not an expression: unbalanced parentheses')
     reader = _Reader()
     try:
         reader.part(tree)

@@ -35,7 +35,7 @@ def matches(token: str, backend: BaseBackend) -> bool:
 
 
 def arrange(backends: Sequence[BaseBackend], tokens: Sequence[str]) -> list[BaseBackend]:
-    """Returns the backends that a token names, in the order of the tokens, and unchanged order within a token."""
+    """Returns the backends that a token names, in the order of the tokens; backends of one token keep their order."""
     chosen: list[BaseBackend] = []
     for token in tokens:
         chosen += [backend for backend in backends if matches(token, backend) and backend not in chosen]

@@ -231,15 +231,15 @@ def refuse_if_locked(policy: Policy, below: Sequence[Layer], *, of_call: bool) -
     for layer in below:
         for lock in layer.policy.lock:
             others = [key for key, tokens in named if (key, tokens) != lock]  # an equal order is allowed
-            if (forces and not policy.op) or any(_speaks_of(key, lock[0]) for key in others):
+            if (forces and not policy.op) or any(_overlaps(key, lock[0]) for key in others):
                 raise DispatchError(
                     f'the order of {lock[0]!r} is locked by {layer.policy.place(f"lock.{lock[0]}", layer.source)}: only '
                     f'use_backend() and bind(backend=...) may choose another backend'
-                    f'{"; use without op speaks of every function" if forces and not policy.op else ""}'
+                    f'{"; use without op covers every function" if forces and not policy.op else ""}'
                 )
 
 
-def _speaks_of(glob: str, name: str) -> bool:
+def _overlaps(glob: str, name: str) -> bool:
     """Whether a glob and the name of an operation or function share a function."""
     of_glob, of_name = glob.rpartition('.')[0], name.rpartition('.')[0]
     # `kda.*` covers the functions of operation `kda`; the star in `k*.f` is part of an operation's name

@@ -50,7 +50,7 @@ class Gate:
 
     @property
     def source(self) -> str:
-        """What decides, for `explain`."""
+        """The names of what decides, for `explain`."""
         return ', '.join(self.variables) or ('is_enabled()' if self.ask else 'default_enable')
 
     @property
