@@ -1,1 +1,1 @@
-"""What a backend is: its base class, its declared facts, and whether it is available."""
+"""Backends: their base class, their declared facts, and whether they are available."""

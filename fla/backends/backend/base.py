@@ -286,13 +286,18 @@ def check_package(module: str | None, version: str | None = None) -> Verdict:
     return (True, None) if version is None else _check_version(module, version)
 
 
-def _check_version(module: str, version: str) -> Verdict:
-    # imported here: it takes a third of the time that importing this package may take
-    from packaging.requirements import InvalidRequirement, Requirement
+def requirement_of(version: str, module: str) -> Any:
+    """Returns a `packaging` Requirement for `package_version`. Raises ValueError if it is malformed."""
+    # imported here: it takes a third of the time that importing this package may take, and few backends name a version
+    from packaging.requirements import Requirement
 
+    return Requirement(version if version.strip()[:1].isalnum() else f'{module}{version}')
+
+
+def _check_version(module: str, version: str) -> Verdict:
     try:
-        requirement = Requirement(version if version.strip()[:1].isalnum() else f'{module}{version}')
-    except InvalidRequirement as error:
+        requirement = requirement_of(version, module)
+    except ValueError as error:
         return False, f'package_version {version!r} is not a version specifier: {error}'
     for distribution in (requirement.name, *importlib.metadata.packages_distributions().get(module.split('.')[0], ())):
         try:

@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 
-from fla.backends.backend.base import KINDS, RESERVED_NAMES, BaseBackend
+from fla.backends.backend.base import KINDS, RESERVED_NAMES, BaseBackend, requirement_of
 from fla.backends.core.error_kinds import may_be_declared
 from fla.backends.core.errors import RegistrationError
 from fla.utils.devices import PLATFORMS
 
-_VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
-# printable ASCII: the names also appear in generated code, policies and tables
-_WORD = re.compile(r'[!-~]+')
-_NOT_IN_WORDS = set(',|;=:')
+Test = Callable[[Any], bool]
 
 
 def check_facts(backend: BaseBackend, *, besides: Collection[str] = ()) -> None:
@@ -53,25 +50,19 @@ def _wrong(backend: BaseBackend, attribute: str, allowed: str) -> RegistrationEr
     return RegistrationError(f'{type(backend).__qualname__}.{attribute} is {value!r}; it must be {allowed}')
 
 
-def _is_word(value: Any) -> bool:
-    return isinstance(value, str) and _WORD.fullmatch(value) is not None and not _NOT_IN_WORDS & set(value)
+def _text(pattern: str) -> Test:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, str) and _VARIABLE.fullmatch(value) is not None
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, str) and all(part.isidentifier() for part in value.split('.'))
+# printable ASCII without , | ; = : because names also appear in generated code, policies and tables
+_is_word = _text(r'([!-~](?<![,|;=:]))+')
+_is_variable = _text(r'[A-Za-z_][A-Za-z0-9_]*')
 
 
 def _is_version(value: Any) -> bool:
-    # imported here: it takes a fifth of the time of importing this package, and few backends name a version
-    from packaging.requirements import InvalidRequirement, Requirement
-
     try:
-        return bool(Requirement(value if value.strip()[:1].isalnum() else f'some{value}').specifier)
-    except (AttributeError, TypeError, InvalidRequirement):
+        return bool(requirement_of(value, 'some').specifier)
+    except (AttributeError, TypeError, ValueError):
         return False
 
 
@@ -81,17 +72,13 @@ def _is_number(value: Any) -> bool:
     return not math.isnan(value) if isinstance(value, float) else abs(value) <= sys.float_info.max
 
 
-def _is_capability(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(type(part) is int for part in value)
-
-
 def _is_tolerance(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(dtype, torch.dtype) and _is_number(bound) and bound >= 0 for dtype, bound in value.items()
     )
 
 
-def _some(right: Callable[[Any], bool], at_least: int = 1) -> Callable[[Any], bool]:
+def _some(right: Test, at_least: int = 1) -> Test:
     """Accepts a collection whose items are all right."""
 
     def are_right(value: Any) -> bool:
@@ -101,7 +88,7 @@ def _some(right: Callable[[Any], bool], at_least: int = 1) -> Callable[[Any], bo
     return are_right
 
 
-def _per_parameter(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _per_parameter(right: Test) -> Test:
     """Accepts None, a collection whose items are all right, or such a collection per parameter."""
     several = _some(right)
 
@@ -113,27 +100,23 @@ def _per_parameter(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return are_right
 
 
-def _or_none(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _or_none(right: Test) -> Test:
     return lambda value: value is None or right(value)
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 # attribute → (whether a value is right, text of what it must be)
-_ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+_ATTRIBUTES: Mapping[str, tuple[Test, str]] = {
     'backend_type': (
         lambda value: _is_word(value) and value != 'base',
         'a name, unique and in ASCII, without spaces and without , | ; = :',
     ),
     'kind': (lambda value: value in ('vendor', 'native', 'reference'), "'vendor', 'native' or 'reference'"),
     'vendor': (_or_none(_is_word), 'the name of a vendor without spaces and without , | ; = :, or None'),
-    'package_name': (_or_none(_is_module), 'the name of a module to import, or None'),
+    'package_name': (_or_none(_text(r'[^\W\d]\w*(\.[^\W\d]\w*)*')), 'the name of a module to import, or None'),
     'package_version': (_or_none(_is_version), "a version specifier ('>=1.2'), a requirement ('some-dist>=1.2') or None"),
     'env_var': (_or_none(_is_variable), 'the name of an environment variable, or None'),
     'extra_env': (_some(_is_variable, at_least=0), 'a tuple of variable names'),
-    'default_enable': (lambda value: _is_bool(value) or callable(value), 'a bool, or a function that returns one'),
+    'default_enable': (lambda value: isinstance(value, bool) or callable(value), 'a bool, or a function that returns one'),
     'priority': (_is_number, 'a number; lower is asked earlier'),
     'devices': (
         _per_parameter(lambda value: value in PLATFORMS),
@@ -143,7 +126,10 @@ _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         _per_parameter(lambda value: isinstance(value, torch.dtype)),
         'a tuple of torch.dtype, one such tuple per parameter, or None',
     ),
-    'min_capability': (_or_none(_is_capability), 'a tuple such as (9, 0), or None'),
+    'min_capability': (
+        _or_none(lambda value: isinstance(value, tuple) and [type(part) for part in value] == [int, int]),
+        'a tuple such as (9, 0), or None',
+    ),
     'grad': (lambda value: value in ('none', 'backward'), "'none' (inference only) or 'backward'"),
     'tolerance': (_is_tolerance, 'a mapping from torch.dtype to a number'),
     'retryable': (
@@ -151,6 +137,6 @@ _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         'a tuple of exception types that are the fault of the backend: not TypeError, ValueError, or an error of dispatch, '
         'memory or a device',
     ),
-    'traceable': (_is_bool, 'a bool'),
-    'verified': (_is_bool, 'a bool'),
+    'traceable': (lambda value: isinstance(value, bool), 'a bool'),
+    'verified': (lambda value: isinstance(value, bool), 'a bool'),
 }

@@ -8,54 +8,36 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-_ENVIRONMENT = (
-    'reads the environment: a change is not seen by compiled callers',
-    'declare env_var or extra_env on the backend',
-)
-_INFERENCE_MODE = 'asks for inference mode: it cannot be traced', 'use `not torch.is_grad_enabled()`'
-_LOG = 'logs: it cannot be traced', 'return the reason instead'
-_CLOCK = 'reads a clock: it cannot be traced', 'decide on the arguments alone'
-
-# name loaded by the verifier → (problem, remedy)
-COMPILED = {
-    'environ': _ENVIRONMENT,
-    'getenv': _ENVIRONMENT,
-    'data_ptr': ('reads data_ptr: a trace sees a wrong constant', 'test stride and shape; align inside the implementation'),
-    'is_inference_mode_enabled': _INFERENCE_MODE,
-    'is_inference': _INFERENCE_MODE,
-    'storage_offset': ('reads storage_offset: it cannot be traced', 'test stride and shape'),
-    'get_float32_matmul_precision': (
+# names loaded by a verifier → (problem, remedy)
+_PROBLEMS = {
+    ('environ', 'getenv'): (
+        'reads the environment: a change is not seen by compiled callers',
+        'declare env_var or extra_env on the backend',
+    ),
+    ('data_ptr',): (
+        'reads data_ptr: a trace sees a wrong constant',
+        'test stride and shape; align inside the implementation',
+    ),
+    ('storage_offset',): ('reads storage_offset: it cannot be traced', 'test stride and shape'),
+    ('is_inference_mode_enabled', 'is_inference'): (
+        'asks for inference mode: it cannot be traced',
+        'use `not torch.is_grad_enabled()`',
+    ),
+    ('get_float32_matmul_precision',): (
         'reads the matmul precision: it cannot be traced',
         'use torch.backends.cuda.matmul.allow_tf32',
     ),
-    'getLogger': _LOG,
-    'logger': _LOG,
-    'logging': _LOG,
-    'warn': ('warns: it cannot be traced', 'return the reason instead'),
-    'print': ('prints: it cannot be traced', 'return the reason instead'),
-    'perf_counter': _CLOCK,
-    'monotonic': _CLOCK,
-    'time': _CLOCK,
+    ('getLogger', 'logger', 'logging'): ('logs: it cannot be traced', 'return the reason instead'),
+    ('warn',): ('warns: it cannot be traced', 'return the reason instead'),
+    ('print',): ('prints: it cannot be traced', 'return the reason instead'),
+    ('perf_counter', 'monotonic', 'time'): ('reads a clock: it cannot be traced', 'decide on the arguments alone'),
 }
+COMPILED = {name: found for names, found in _PROBLEMS.items() for name in names}
 
 _LOADS = ('LOAD_GLOBAL', 'LOAD_NAME', 'LOAD_ATTR', 'LOAD_METHOD', 'LOAD_DEREF')
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One problem in a function's code: where, what, and the remedy."""
-
-    file: str
-    line: int
-    problem: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f'{self.file}:{self.line}: {self.problem}; {self.remedy}'
 
 
 def codes_of(function: Callable[..., Any]) -> list[CodeType]:
@@ -67,8 +49,8 @@ def codes_of(function: Callable[..., Any]) -> list[CodeType]:
     return found
 
 
-def findings(function: Callable[..., Any]) -> list[Finding]:
-    """Returns what makes a verifier unfit for compiled code."""
+def findings(function: Callable[..., Any]) -> list[str]:
+    """Returns what makes a verifier unfit for compiled code, as 'file:line: problem; remedy'."""
     found = []
     for code in codes_of(function):
         if not COMPILED.keys() & {*code.co_names, *code.co_freevars}:
@@ -80,5 +62,5 @@ def findings(function: Callable[..., Any]) -> list[Finding]:
                 line = getattr(instruction, 'line_number', instruction.starts_line)
             if instruction.opname in _LOADS and instruction.argval in COMPILED:
                 problem, remedy = COMPILED[instruction.argval]
-                found.append(Finding(code.co_filename, line, problem, remedy))
+                found.append(f'{code.co_filename}:{line}: {problem}; {remedy}')
     return found

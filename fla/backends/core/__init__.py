@@ -1,1 +1,1 @@
-"""What every other folder uses: errors, signatures, questions about tensors, logging, the lock."""
+"""Used by every other folder: errors, signatures, questions about tensors, logging, the lock."""

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,13 +36,6 @@ def trace_anew() -> None:
     raise exc.UnspecializeRestartAnalysis(restart_reason='a dispatched function was planned')
 
 
-class Renewable(Protocol):
-    """Has code that may be replaced while another thread compiles."""
-
-    def renew(self) -> None:
-        """Runs the same code as another object."""
-
-
 _replaced: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -58,8 +51,8 @@ def another_thread_compiles() -> bool:
     return not mine
 
 
-def renew_after_compiling(owner: Renewable) -> None:
-    """Calls `owner.renew()` once the current compilation has ended.
+def renew_after_compiling(owner: Any) -> None:
+    """Calls `owner.renew()`, which must run the same code as another object, once the current compilation has ended.
 
     Dynamo traces a function's code first and reads its identity for the guard last. A trace of the old code would be guarded
     by the identity of the new code, and serve for ever.

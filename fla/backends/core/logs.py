@@ -30,8 +30,7 @@ class _UnlessConfigured(logging.NullHandler):
 
 
 _handler = _UnlessConfigured()
-if not any(isinstance(handler, _UnlessConfigured) for handler in logger.handlers):
-    logger.addHandler(_handler)
+logger.addHandler(_handler)
 
 
 def set_threshold(level: int | str) -> None:

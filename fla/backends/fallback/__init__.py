@@ -1,1 +1,1 @@
-"""What happens after a backend raised: retry with the next candidate, circuit breaker."""
+"""After a backend raised: retry with the next candidate, circuit breaker."""

@@ -108,8 +108,6 @@ class Breaker:
         # those of the call that opened it
         self._settings = BreakerSettings()
 
-    # -- calls --------------------------------------------------------------------------------------------------------
-
     def admit(self) -> int:
         """Returns the number of a probe, `REFUSED`, or `AS_USUAL` if the breaker has closed meanwhile.
 
@@ -177,8 +175,6 @@ class Breaker:
         self._probe = 0
         return BreakerEvent(self.function, self.backend, old, state, reason) if old != state else None
 
-    # -- users --------------------------------------------------------------------------------------------------------
-
     @property
     def health(self) -> Health:
         """Returns a consistent snapshot."""
@@ -218,8 +214,6 @@ class Breaker:
                 event = self._to(CLOSED, reason)
                 self._forget()
         self._owner.notify(event)
-
-    # -- explain ------------------------------------------------------------------------------------------------------
 
     def refusal(self) -> str | None:
         """Returns why a call would skip the backend now, None if it would not. Changes nothing."""

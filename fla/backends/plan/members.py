@@ -102,9 +102,10 @@ def _untraceable(backend: BaseBackend, toggles: Toggles, *methods: Callable[...,
         return 'the backend says traceable = False'
     if overrides(backend, 'verify'):
         methods += (backend.verify,)
-    found = next((finding for method in methods if method is not None for finding in findings(method)), None)
-    if found is not None:
-        return str(found)
+    for method in methods:
+        found = findings(method) if method is not None else []
+        if found:
+            return found[0]
     if backend.kind != 'default' and toggles.gate(backend).ask is not None:
         return f'{location(backend.is_enabled)}: is_enabled() reads a variable that is not declared; name it in extra_env'
     return None

@@ -1,1 +1,1 @@
-"""Which backends are allowed and preferred, and who said so."""
+"""Which backends are allowed and preferred, and which layer decided that."""

@@ -1,10 +1,10 @@
-"""What a policy says about a backend that raises: try the next one or not, and when to leave it alone."""
+"""A policy's settings for a backend that raises: whether to try the next one, and when to skip it."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
 from fla.utils.env import nearest
@@ -14,13 +14,13 @@ ON_ERROR = ('raise', 'fallback')
 
 @dataclass(frozen=True)
 class BreakerSettings:
-    """When a breaker opens, and for how long.
+    """When a circuit breaker opens, and for how long.
 
     Attributes:
         threshold: failures in a row that open it.
         cooldown: seconds until a probe.
-        probe_timeout: seconds after which a probe that has not ended is given up, and another call may be one. Generous:
-            the first call of a kernel may have to compile it.
+        probe_timeout: seconds after which a probe that has not ended is given up, and another call may probe. Generous: the
+            first call of a kernel may have to compile it.
     """
 
     threshold: int = 5
@@ -34,22 +34,22 @@ class BreakerSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
                 raise ValueError(f'{name} must be a number of seconds from 0, got {value!r}')
-            if name == 'probe_timeout' and not value:
-                raise ValueError(f'probe_timeout must be larger than 0, or every call would be a probe; got {value!r}')
             object.__setattr__(self, name, float(value))
+        if not self.probe_timeout:
+            raise ValueError(f'probe_timeout must be larger than 0, or every call would be a probe; got {value!r}')
 
     @property
     def spec(self) -> tuple[Any, ...]:
-        """As constants that compiled code can carry; `as_settings` reads them."""
-        return self.threshold, self.cooldown, self.probe_timeout
+        """The fields as constants, which compiled code can carry; `as_settings` reads them."""
+        return astuple(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
-        return {'threshold': self.threshold, 'cooldown': self.cooldown, 'probe_timeout': self.probe_timeout}
+        """Returns JSON-ready values."""
+        return asdict(self)
 
 
 def as_settings(value: Any) -> BreakerSettings | None:
-    """Breaker settings given as such, as a mapping, as a tuple of all of them, or as None.
+    """Returns breaker settings that are given as such, as a mapping, as a tuple of all fields, or as None.
 
     Raises:
         TypeError, ValueError: for anything else.

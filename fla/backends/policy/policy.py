@@ -1,6 +1,6 @@
-"""What may be said about backends: a `Policy` is a frozen value, and so is a `Rule`.
+"""Policies, and the rules in them: frozen values that allow, order or force backends.
 
-Which policies are in force for a function, and which of them wins, is the business of `precedence`.
+`precedence` decides which policies are in force for a function, and which of them wins.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ALIASES = {'triton': 'default'}
 
 
 def normalise(token: str) -> str:
-    """A token as it is compared: case-folded, `triton` as `default`."""
+    """Returns a token in the form that is compared: case-folded, `triton` as `default`."""
     word = token.strip().casefold()
     return ALIASES.get(word, word)
 
 
 def matches(token: str, backend: BaseBackend) -> bool:
-    """Whether a (normalised) token names the backend: its name, its kind, `vendor:NAME` or `impl:IMPL_ID`."""
+    """Whether a normalised token names the backend: its name, its kind, `vendor:NAME` or `impl:IMPL_ID`."""
     if token.startswith('vendor:'):
         return backend.vendor is not None and backend.vendor.casefold() == token[len('vendor:') :]
     if token.startswith('impl:'):
@@ -35,7 +35,7 @@ def matches(token: str, backend: BaseBackend) -> bool:
 
 
 def arrange(backends: Sequence[BaseBackend], tokens: Sequence[str]) -> list[BaseBackend]:
-    """Backends that a token names, in the order of the tokens; order within a token is kept."""
+    """Returns the backends that a token names, in the order of the tokens; backends of one token keep their order."""
     chosen: list[BaseBackend] = []
     for token in tokens:
         chosen += [backend for backend in backends if matches(token, backend) and backend not in chosen]
@@ -45,7 +45,7 @@ def arrange(backends: Sequence[BaseBackend], tokens: Sequence[str]) -> list[Base
 def _is_number(value: Any) -> bool:
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an int that no float is as large as
+    except OverflowError:  # an int beyond all floats
         return False
 
 
@@ -67,15 +67,15 @@ def _tokens(value: Iterable[str] | str | None, argument: str) -> tuple[str, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """An order for some functions, on the calls that a condition holds for. It chooses among the candidates that are
-    allowed, enabled and able; the others stand behind, in the usual order.
+    """An order for some functions, for calls on which a condition holds. The backends it names are asked first, if allowed,
+    enabled and able; the others follow in the usual order.
 
     Attributes:
         ops: globs over 'operation.function' or the operation alone: 'kda.*', 'kda', '*'.
         use: backends, kinds, `vendor:NAME` or `impl:IMPL_ID` asked first, in this order.
-        when: a condition over the function's parameters (see `fla.backends.policy.conditions`). None: every call.
+        when: a condition over the function's parameters (see `fla.backends.policy.conditions`), or None for every call.
         priority: lower is asked earlier; ties keep their order.
-        place: file and line, for people.
+        place: file and line, for messages.
     """
 
     ops: tuple[str, ...]
@@ -102,32 +102,39 @@ class Rule:
 
     @property
     def spec(self) -> tuple[Any, ...]:
-        """As constants; `Rule(*spec)` is this rule again."""
+        """The fields as constants: `Rule(*spec)` is an equal rule."""
         return self.ops, self.use, self.when, self.priority, self.place
 
     def concerns(self, operation: str, function: str) -> bool:
-        """Whether this rule speaks about `function` of `operation`."""
+        """Whether this rule is about `function` of `operation`."""
         return any(covers(glob, operation, function) for glob in self.ops)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
+        """Returns JSON-ready values."""
         found = {'ops': list(self.ops), 'use': list(self.use), 'when': self.when, 'priority': self.priority}
         return {name: value for name, value in found.items() if value is not None}
 
 
 def covers(glob: str, operation: str, function: str) -> bool:
-    """Whether a glob over functions matches this one, by its whole name or by its operation."""
+    """Whether a glob matches a function's whole name or its operation."""
     return any(fnmatch.fnmatchcase(name, glob) for name in (f'{operation}.{function}', operation))
 
 
 def _rules(value: Any) -> tuple[Rule, ...]:
-    """Rules given as such, as mappings of their fields, or as the constants of `Rule.spec`."""
+    """Reads rules that are given as such, as mappings of their fields, or as the constants of `Rule.spec`."""
     if isinstance(value, (str, Mapping, Rule)) or not isinstance(value, Iterable):
         raise TypeError(f'rules must be a list of Rule, or of mappings of its fields; got {value!r}')
     found = []
     for number, rule in enumerate(value):
         if isinstance(rule, Mapping):
-            rule = _rule(number, rule)
+            for name in rule:
+                if name not in _RULE_FIELDS:
+                    close = nearest(str(name), _RULE_FIELDS)
+                    raise TypeError(f'rules[{number}] has no field {name!r}.{close} It has {", ".join(_RULE_FIELDS)}')
+            for name in ('ops', 'use'):
+                if name not in rule:
+                    raise TypeError(f'rules[{number}] has no {name!r}: {dict(rule)!r}')
+            rule = Rule(**rule)
         elif isinstance(rule, tuple) and 2 <= len(rule) <= len(_RULE_FIELDS):
             rule = Rule(*rule)
         if not isinstance(rule, Rule):
@@ -136,41 +143,30 @@ def _rules(value: Any) -> tuple[Rule, ...]:
     return tuple(found)
 
 
-def _rule(number: int, rule: Mapping[str, Any]) -> Rule:
-    for name in rule:
-        if name not in _RULE_FIELDS:
-            close = nearest(str(name), _RULE_FIELDS)
-            raise TypeError(f'rules[{number}] has no field {name!r}.{close} It has {", ".join(_RULE_FIELDS)}')
-    for name in ('ops', 'use'):
-        if name not in rule:
-            raise TypeError(f'rules[{number}] has no {name!r}: {dict(rule)!r}')
-    return Rule(**rule)
-
-
 _RULE_FIELDS = tuple(f.name for f in fields(Rule) if f.init)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What is allowed and in which order. Every field that is not set leaves the question to the layers below.
+    """Which backends are allowed, and in which order. Fields that are not set are left to the layers below.
 
     Attributes:
         use: the only backends that may run, tried in this order; overrides filters and toggles; if none can run, the call
-            raises. Functions that none of them serves are left alone unless `op` names them.
+            raises. Does not affect functions that none of them serves, unless `op` names them.
         prefer: backends, kinds, `vendor:NAME` or `impl:IMPL_ID` that are asked first.
         order: operation ('kda') or function ('kda.chunk_kda') → the only backends tried, in this order.
-        allow: the only backends allowed; an empty tuple allows none. None: no such list.
+        allow: the only backends allowed; an empty tuple allows none; None is no restriction.
         deny: backends not allowed.
-        op: operation or function the whole policy is for. None: all.
+        op: operation or function that the whole policy is for, or None for all.
         strict: bugs and unmet wishes raise.
         require_first: anything but the first available and enabled candidate raises.
         check_values: checks may look at tensor values (synchronises).
         on_error: 'raise', or 'fallback' to try the next candidate after a failure that its backend declares retryable.
-        breaker: when a backend that keeps failing is left alone: `BreakerSettings`, or a mapping of its fields.
-        rules: orders for the calls that a condition holds for, as `Rule`s or mappings of their fields.
-        lock: as `order`, and no layer above may give another one, except by `use_backend` and `bind(backend=…)`.
+        breaker: when a backend that keeps failing is skipped: `BreakerSettings`, or a mapping of its fields.
+        rules: orders for calls on which a condition holds, as `Rule`s or mappings of their fields.
+        lock: as `order`; no layer above may give another one, except by `use_backend` and `bind(backend=…)`.
         boost: glob over functions → {backend, kind, …: number added to its priority}. Boosts of all layers add up.
-        places: field, or field and key ('order.kda') → file and line, for people.
+        places: field, or field and key ('order.kda') → file and line, for messages.
     """
 
     use: tuple[str, ...] = ()
@@ -192,31 +188,26 @@ class Policy:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, 'use', _tokens(self.use, 'use'))
-        put(self, 'prefer', _tokens(self.prefer, 'prefer'))
-        put(self, 'deny', _tokens(self.deny, 'deny'))
+        for name in ('use', 'prefer', 'deny'):
+            put(self, name, _tokens(getattr(self, name), name))
         put(self, 'allow', None if self.allow is None else _tokens(self.allow, 'allow'))
         for name in ('order', 'lock'):
             pairs = _pairs(getattr(self, name), name, "backends, such as {'kda': ['default']}")
             put(self, name, tuple((key.strip(), _tokens(tokens, f'{name}[{key!r}]')) for key, tokens in pairs))
         put(self, 'rules', _rules(self.rules))
         put(self, 'boost', _boosts(self.boost))
+        put(self, 'breaker', as_settings(self.breaker))
         for name in ('strict', 'require_first', 'check_values'):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, bool):
+            if not isinstance(getattr(self, name), (bool, type(None))):
                 raise TypeError(f'{name} must be True, False or None, got {getattr(self, name)!r}')
         if self.on_error not in (None, *ON_ERROR):
-            words = ', '.join(map(repr, ON_ERROR))
-            raise ValueError(
-                f'on_error must be {words} or None, got {self.on_error!r}.'
-                f'{nearest(self.on_error, ON_ERROR) if isinstance(self.on_error, str) else ""}'
-            )
-        put(self, 'breaker', as_settings(self.breaker))
+            close = nearest(self.on_error, ON_ERROR) if isinstance(self.on_error, str) else ''
+            raise ValueError(f'on_error must be {", ".join(map(repr, ON_ERROR))} or None, got {self.on_error!r}.{close}')
         twice = sorted({name for name, _ in self.order} & {name for name, _ in self.lock})
         if twice:
-            raise ValueError(f'order and lock both have {", ".join(map(repr, twice))}; a lock is an order, so leave one out')
+            raise ValueError(f'order and lock both have {", ".join(map(repr, twice))}; a lock is an order: omit one of them')
         if self.use and self.lock:
-            raise ValueError('use and lock say who runs in one policy, and use would win: leave one out')
+            raise ValueError('use and lock contradict each other in one policy, where use would win: omit one of them')
         if self.op is not None and (not isinstance(self.op, str) or not self.op.strip()):
             raise TypeError(f"op must be an operation ('kda') or a function ('kda.chunk_kda'), got {self.op!r}")
         put(self, '_hash', hash(tuple(getattr(self, name) for name in _FIELDS if name != 'places')))
@@ -226,37 +217,37 @@ class Policy:
 
     @property
     def spec(self) -> tuple[Any, ...]:
-        """The fields as plain constants, which is what compiled code can carry. `Policy(*spec)` is this policy again."""
+        """The fields as constants, which compiled code can carry: `Policy(*spec)` is an equal policy."""
         found: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
         found['breaker'] = None if self.breaker is None else self.breaker.spec
         found['rules'] = tuple(rule.spec for rule in self.rules)
         return tuple(found.values())
 
     def concerns(self, operation: str, function: str) -> bool:
-        """Whether this policy speaks about `function` of `operation` at all."""
+        """Whether this policy is about `function` of `operation`."""
         return self.op is None or self.op in (operation, f'{operation}.{function}')
 
     def listed(self, operation: str, function: str) -> tuple[str, ...] | None:
-        """The exclusive order for a function, the most specific entry first; None where there is none."""
+        """Returns the exclusive order for a function from its most specific entry, or None."""
         return most_specific(self.order, operation, function)[1]
 
     def locked(self, operation: str, function: str) -> tuple[str, tuple[str, ...] | None]:
-        """The locked order for a function and the name it is written under; None where there is none."""
+        """Returns the name and the locked order of a function's most specific entry; the order is None if there is none."""
         return most_specific(self.lock, operation, function)
 
     def place(self, field: str, default: str) -> str:
-        """Where a field, or one of its keys, was written."""
+        """Returns where a field, or one of its keys, was written."""
         return dict(self.places).get(field, default)
 
     def tokens(self) -> tuple[str, ...]:
-        """Every token that names a backend, wherever it stands."""
+        """Returns every token that names a backend, from all fields."""
         words = [*self.use, *self.prefer, *(self.allow or ()), *self.deny]
         words += [token for _, tokens in (*self.order, *self.lock) for token in tokens]
         words += [token for rule in self.rules for token in rule.use]
         return tuple(dict.fromkeys(words + [token for _, amounts in self.boost for token, _ in amounts]))
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that are set, as JSON-ready values."""
+        """Returns the fields that are set, as JSON-ready values."""
         found: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS if name != 'places'}
         for name in ('order', 'lock'):
             found[name] = {key: list(tokens) for key, tokens in found[name]}
@@ -276,14 +267,14 @@ _FIELDS = tuple(f.name for f in fields(Policy) if f.init)
 def most_specific(
     pairs: Sequence[tuple[str, tuple[str, ...]]], operation: str, function: str
 ) -> tuple[str, tuple[str, ...] | None]:
-    """Of entries by name that of a function, else that of its operation: (name, tokens), None where there is neither."""
+    """Returns the entry of a function, or else of its operation, as (name, tokens); tokens are None if there is neither."""
     listed = dict(pairs)
     name = f'{operation}.{function}' if f'{operation}.{function}' in listed else operation
     return name, listed.get(name)
 
 
 def _pairs(value: Any, name: str, of_what: str) -> list[tuple[str, Any]]:
-    """The entries of a mapping by name, or of the pairs that one was made into before."""
+    """Returns the entries of a mapping by name, or of a sequence of such pairs."""
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     good = isinstance(pairs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
     if not good or not all(isinstance(key, str) and key.strip() for key, _ in pairs):

@@ -1,10 +1,10 @@
-"""Who is allowed for a function, and who said so.
+"""Which backends the policies in force allow for a function, in which order, and which layer decided.
 
-Policies stand in layers, highest first: call scopes (innermost first), code (`set_policy`), environment per function
-(`FLA_PER_OP`), environment for all (`FLA_PREFER`, …), the policy file, what was measured. Two halves:
-    filters accumulate over all layers: not on an allow list, or on a deny list, is out;
-    order: the first layer that speaks for the function wins, as a whole.
-Only a forced choice overrides a filter, and only that of a scope or a binding (`use_backend`, `bind`) overrides a lock.
+Layers of policies, highest first: call scopes (innermost first), code (`set_policy`), environment per function
+(`FLA_PER_OP`), environment for all (`FLA_PREFER`, …), the policy file, measurements.
+    filters accumulate over all layers: a backend that an allow list lacks or a deny list has is out;
+    order: the first layer with an order for the function wins, as a whole.
+Only a forced choice overrides a filter, and only a scope's or a binding's (`use_backend`, `bind`) overrides a lock.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fla.backends.policy.policy import Policy, covers, most_specific
 
 @dataclass(frozen=True)
 class Layer:
-    """A policy and who said it. The source is for people: two layers of one policy select alike.
+    """A policy and its source. The source is for messages: two layers of equal policies are equal.
 
     Attributes:
-        of_call: a scope around the call, or a binding: what it forces, no lock stands against.
+        of_call: it is a scope around the call, or a binding: its forced choice overrides locks.
     """
 
     policy: Policy
@@ -35,7 +35,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class State:
-    """Everything besides the registry that selection depends on. Equal states have equal plans.
+    """Everything that selection depends on besides the registry. Equal states have equal plans.
 
     Attributes:
         layers: policies, highest first.
@@ -57,13 +57,13 @@ class State:
         return self._hash
 
     def above(self, *layers: Layer) -> State:
-        """This state with more layers on top."""
+        """Returns this state with more layers on top."""
         return replace(self, layers=layers + self.layers)
 
 
 @dataclass(frozen=True)
 class Directive:
-    """One sentence of the policy in force for a function, with who said it (for `explain`)."""
+    """One directive of the policy in force for a function, and its source (for `explain`)."""
 
     tokens: tuple[str, ...]
     source: str = field(compare=False)
@@ -71,7 +71,7 @@ class Directive:
 
 @dataclass(frozen=True)
 class Conditional:
-    """An order for the calls that a condition holds for; None: for all that come this far."""
+    """An order for calls on which a condition holds; None is for all that remain."""
 
     condition: Condition | None
     order: Directive
@@ -79,7 +79,7 @@ class Conditional:
 
 @dataclass(frozen=True)
 class Boost:
-    """What is added to the priority of the backends that a token names."""
+    """An amount that is added to the priority of the backends that a token names."""
 
     token: str
     amount: float
@@ -88,7 +88,7 @@ class Boost:
 
 @dataclass(frozen=True)
 class ResolvedPolicy:
-    """The policy in force for one function: what its plan is built from, and the key under which it is kept."""
+    """The policy in force for one function: the input and the cache key of its plan."""
 
     use: Directive | None = None
     only: Directive | None = None
@@ -108,22 +108,25 @@ class ResolvedPolicy:
 
     @property
     def falls_back(self) -> bool:
-        """Whether failures move on, and breakers are asked."""
+        """Whether failures fall back and breakers are asked."""
         return self.on_error == 'fallback'
 
     @property
     def order_source(self) -> str:
-        """Which layer decided the order."""
-        verb = self.use or self.only or self.prefer
-        return verb.source if verb else 'priority'
+        """The layer that decided the order."""
+        order = self.use or self.only or self.prefer
+        return order.source if order else 'priority'
 
 
-def effective(state: State, operation: str, function: str, serves: Callable[[tuple[str, ...]], bool]) -> ResolvedPolicy:
-    """The policy in force for a function: filters of all layers, order of the highest layer that speaks.
+Serves = Callable[[tuple[str, ...]], bool]
+
+
+def effective(state: State, operation: str, function: str, serves: Serves) -> ResolvedPolicy:
+    """Returns the policy in force for a function: filters of all layers, order of the highest layer that has one.
 
     Args:
-        serves: whether any of these tokens names a candidate of the function. A forced choice without an address leaves
-            alone what it cannot serve.
+        serves: whether any of the tokens names a candidate of the function. A forced choice without `op` does not affect
+            functions that it cannot serve.
     """
     order: dict[str, Any] = {}
     flags: dict[str, Any] = {}
@@ -132,11 +135,12 @@ def effective(state: State, operation: str, function: str, serves: Callable[[tup
     cases: list[Conditional] = []
     boosts: list[Boost] = []
     layers = [layer for layer in state.layers if layer.policy.concerns(operation, function)]
-    for layer, spoken in _speakers(layers, operation, function, serves):
+    for layer, order in _orders(layers, operation, function, serves):
         if layer.policy.locked(operation, function)[1] is None:
-            cases += _cases_of(layer, operation, function)
-        if spoken:
-            order = spoken
+            rules = [rule for rule in layer.policy.rules if rule.concerns(operation, function)]
+            for rule in sorted(rules, key=lambda rule: rule.priority):
+                cases.append(Conditional(rule.condition, Directive(rule.use, f'rule at {rule.place or layer.source}')))
+        if order:
             break
     for layer in layers:
         policy = layer.policy
@@ -144,17 +148,17 @@ def effective(state: State, operation: str, function: str, serves: Callable[[tup
             allow.append(Directive(policy.allow, policy.place('allow', layer.source)))
         if policy.deny:
             deny.append(Directive(policy.deny, policy.place('deny', layer.source)))
-        boosts += _boosts_of(layer, operation, function)
+        for glob, amounts in policy.boost:
+            if covers(glob, operation, function):
+                boosts += [Boost(token, amount, policy.place(f'boost.{glob}', layer.source)) for token, amount in amounts]
         for name in ('strict', 'require_first', 'check_values', 'on_error', 'breaker'):
             value = getattr(policy, name)
             if value is not None:
                 flags.setdefault(name, value)
-    if 'use' in order:
-        cases = []
     if flags.get('on_error') != 'fallback':
-        flags.pop('breaker', None)  # nothing reads it: one plan for all
+        flags.pop('breaker', None)  # unused: it must not make another plan
     return ResolvedPolicy(
-        cases=tuple(cases),
+        cases=() if 'use' in order else tuple(cases),
         boosts=tuple(boosts),
         allow=tuple(allow),
         deny=tuple(deny),
@@ -166,24 +170,8 @@ def effective(state: State, operation: str, function: str, serves: Callable[[tup
     )
 
 
-def _cases_of(layer: Layer, operation: str, function: str) -> list[Conditional]:
-    rules = [rule for rule in layer.policy.rules if rule.concerns(operation, function)]
-    rules.sort(key=lambda rule: rule.priority)
-    return [Conditional(rule.condition, Directive(rule.use, f'rule at {rule.place or layer.source}')) for rule in rules]
-
-
-def _boosts_of(layer: Layer, operation: str, function: str) -> list[Boost]:
-    return [
-        Boost(token, amount, layer.policy.place(f'boost.{glob}', layer.source))
-        for glob, amounts in layer.policy.boost
-        if covers(glob, operation, function)
-        for token, amount in amounts
-    ]
-
-
-def _order_of(
-    layer: Layer, operation: str, function: str, serves: Callable[[tuple[str, ...]], bool]
-) -> dict[str, Directive]:
+def _order_of(layer: Layer, operation: str, function: str, serves: Serves) -> dict[str, Directive]:
+    """Returns {field of `ResolvedPolicy`: directive} for the order that a layer gives, or {}."""
     policy = layer.policy
     if policy.use and (policy.op is not None or serves(policy.use)):
         return {'use': Directive(policy.use, policy.place('use', layer.source))}
@@ -196,49 +184,45 @@ def _order_of(
     return {'prefer': Directive(policy.prefer, policy.place('prefer', layer.source))} if policy.prefer else {}
 
 
-def _speakers(
-    layers: Sequence[Layer], operation: str, function: str, serves: Callable[[tuple[str, ...]], bool]
+def _orders(
+    layers: Sequence[Layer], operation: str, function: str, serves: Serves
 ) -> list[tuple[Layer, dict[str, Directive]]]:
-    """The layers that may order a function, highest first, each with the order it gives (empty for none). Of what stands
-    above the lowest lock, that is only what a scope or a binding forces."""
+    """Returns the layers that may order a function, highest first, each with its order or {}. Above the lowest lock, these
+    are only the forced choices of a scope or a binding."""
     lock = max((at for at, layer in enumerate(layers) if layer.policy.locked(operation, function)[1] is not None), default=0)
-    spoken = [(layer, _order_of(layer, operation, function, serves)) for layer in layers]
-    return [(layer, order) for at, (layer, order) in enumerate(spoken) if at >= lock or (layer.of_call and 'use' in order)]
+    orders = [(layer, _order_of(layer, operation, function, serves)) for layer in layers]
+    return [(layer, order) for at, (layer, order) in enumerate(orders) if at >= lock or (layer.of_call and 'use' in order)]
 
 
-def overruled(
-    state: State, operation: str, function: str, serves: Callable[[tuple[str, ...]], bool]
-) -> tuple[Layer, Layer] | None:
-    """A layer whose order hides an exclusive order further down, or a lock that hides an order of the function by its name
-    further up: (the layer, the hidden one)."""
+def overruled(state: State, operation: str, function: str, serves: Serves) -> tuple[Layer, Layer] | None:
+    """Returns (layer, hidden layer) if a layer's order hides an exclusive order below it, or if its lock hides an order
+    above it that names the function."""
     layers = [layer for layer in state.layers if layer.policy.concerns(operation, function)]
-    speakers = [layer for layer, order in _speakers(layers, operation, function, serves) if order]
-    if not speakers:
+    decides = next((layer for layer, order in _orders(layers, operation, function, serves) if order), None)
+    if decides is None:
         return None
-    at = layers.index(speakers[0])
-    if speakers[0].policy.locked(operation, function)[1] is not None:
+    at = layers.index(decides)
+    if decides.policy.locked(operation, function)[1] is not None:
         hidden = [layer for layer in layers[:at] if _orders_by_name(layer.policy, operation, function)]
     else:
         hidden = [layer for layer in layers[at + 1 :] if layer.policy.listed(operation, function) is not None]
-    return (speakers[0], hidden[0]) if hidden else None
+    return (decides, hidden[0]) if hidden else None
 
 
 def _orders_by_name(policy: Policy, operation: str, function: str) -> bool:
-    """Whether a policy orders this function among few, rather than all there are."""
+    """Whether a policy orders this function in particular, rather than all functions."""
     rules = [rule for rule in policy.rules if rule.concerns(operation, function)]
-    globs = [glob for rule in rules for glob in rule.ops if not _is_everything(glob)]
-    exclusive = policy.listed(operation, function), policy.locked(operation, function)[1]
-    if globs or policy.use or exclusive != (None, None):
-        return True
-    return policy.op is not None and bool(policy.prefer or policy.rules)
+    return bool(
+        policy.use
+        or policy.listed(operation, function) is not None
+        or policy.locked(operation, function)[1] is not None
+        or any(not _is_everything(glob) for rule in rules for glob in rule.ops)
+        or (policy.op is not None and (policy.prefer or policy.rules))
+    )
 
 
 def refuse_if_locked(policy: Policy, below: Sequence[Layer], *, of_call: bool) -> None:
-    """Raise for an order that a lock further down stands against.
-
-    Raises:
-        DispatchError: names the lock, with its place.
-    """
+    """Raises DispatchError, which names the lock and its place, if a policy orders what a layer below has locked."""
     named: list[tuple[str, tuple[str, ...] | None]] = [*policy.order, *policy.lock]
     named += [(glob, None) for rule in policy.rules for glob in rule.ops if not _is_everything(glob)]
     forces = bool(policy.use) and not of_call
@@ -246,19 +230,19 @@ def refuse_if_locked(policy: Policy, below: Sequence[Layer], *, of_call: bool) -
         named.append((policy.op, None))
     for layer in below:
         for lock in layer.policy.lock:
-            others = [key for key, tokens in named if (key, tokens) != lock]  # the same order is no other one
-            if (forces and not policy.op) or any(_speaks_of(key, lock[0]) for key in others):
+            others = [key for key, tokens in named if (key, tokens) != lock]  # an equal order is allowed
+            if (forces and not policy.op) or any(_overlaps(key, lock[0]) for key in others):
                 raise DispatchError(
                     f'the order of {lock[0]!r} is locked by {layer.policy.place(f"lock.{lock[0]}", layer.source)}: only '
                     f'use_backend() and bind(backend=...) may choose another backend'
-                    f'{"; use without op speaks of every function" if forces and not policy.op else ""}'
+                    f'{"; use without op covers every function" if forces and not policy.op else ""}'
                 )
 
 
-def _speaks_of(glob: str, name: str) -> bool:
-    """Whether a glob and the name of an operation or function have a function in common."""
+def _overlaps(glob: str, name: str) -> bool:
+    """Whether a glob and the name of an operation or function share a function."""
     of_glob, of_name = glob.rpartition('.')[0], name.rpartition('.')[0]
-    # `kda.*` speaks of functions of the operation `kda`; the star of `k*.f` is that of an operation's name
+    # `kda.*` covers the functions of operation `kda`; the star in `k*.f` is part of an operation's name
     of_operation = of_glob.count('.') == name.count('.') and fnmatch.fnmatchcase(name, of_glob)
     return of_operation or fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(of_name, glob)
 

@@ -1,4 +1,4 @@
-"""A policy as a file said it at one time."""
+"""One version of a policy file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class PolicyVersion:
     """The content of a policy file at one time.
 
     Attributes:
-        version: number of the version in its namespace, from 1; 0 for a file that was read and never put in force.
+        version: number of the version in its namespace, from 1; 0 for a file that was read but never in force.
         sha256: hash of the bytes that were read.
         source: the file's path.
         time: when it was read, in seconds since the epoch.
-        policy: the policy that it states.
+        policy: its content.
     """
 
     version: int
@@ -28,5 +28,4 @@ class PolicyVersion:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""
-        found = {name: getattr(self, name) for name in ('version', 'sha256', 'source', 'time')}
-        return {**found, 'policy': self.policy.to_dict()}
+        return {**vars(self), 'policy': self.policy.to_dict()}

@@ -87,8 +87,6 @@ class Discovery:
         self._plugins_done = threading.Event()
         self._plugins_loader: int | None = None
 
-    # -- operations ---------------------------------------------------------------------------------------------------
-
     def module_of(self, operation: str) -> str:
         """Returns the name of the package that registers the backends of an operation."""
         return self.modules.get(operation, f'{self.namespace}.{operation}.backends')
@@ -177,8 +175,6 @@ class Discovery:
         for operation in self.operations() if not self.is_loading() else ():
             self.load(operation)
 
-    # -- plugins ------------------------------------------------------------------------------------------------------
-
     def load_plugins(self) -> tuple[Plugin, ...]:
         """Loads the plugins if need be, and returns them."""
         self._load_plugins()
@@ -231,8 +227,6 @@ class Discovery:
             logs.logger.warning(words, name, source, error, exc_info=True)
             return f'{type(error).__name__}: {error}'
         return None
-
-    # -- bookkeeping --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _registering(self, who: str) -> Iterator[None]:

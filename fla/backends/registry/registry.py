@@ -55,7 +55,7 @@ class Registration:
 
 
 class Owner(Protocol):
-    """What a registry needs of the dispatcher. `registry_changed` runs under the lock, `registry_has_changed` outside."""
+    """The dispatcher, for a registry. `registry_changed` runs under the lock, `registry_has_changed` outside."""
 
     listeners: tuple[Listener, ...]
 
@@ -91,8 +91,6 @@ class Registry:
     def __repr__(self) -> str:
         return f'<BackendRegistry {self.operation!r}: {", ".join(r.name for r in self.registrations()) or "empty"}>'
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def registrations(self) -> tuple[Registration, ...]:
         """Returns the newest registration of each name, in order of first registration."""
         newest = {entry.name: entry for entry in sorted(self._entries, key=lambda entry: entry.serial)}
@@ -114,8 +112,6 @@ class Registry:
     def get(self, name: str) -> BaseBackend | None:
         """Returns the backend of that name, or None."""
         return next((backend for backend in self if backend.backend_type == name), None)
-
-    # -- writing ------------------------------------------------------------------------------------------------------
 
     def register(self, backend: BaseBackend | str, name: str | None = None) -> Handle:
         """Adds a backend.
@@ -228,8 +224,6 @@ class Registry:
             except (Exception, SystemExit):  # must not end the registration
                 logs.logger.exception('listener %r failed on %s of %r', listener, event, entry.name)
 
-    # -- paths --------------------------------------------------------------------------------------------------------
-
     def import_paths(self) -> bool:
         """Imports the registered paths. Returns False if one of them is being imported further up in this thread.
 
@@ -292,7 +286,7 @@ class Registries:
 
     def __init__(self, owner: Owner, kind: type[Registry]) -> None:
         self._owner, self._kind = owner, kind
-        self._known: dict[str, Registry] = {}
+        self._registries: dict[str, Registry] = {}
 
     def __call__(self, operation: str) -> Registry:
         """Returns the registry of an operation such as 'kda', or of '*' for backends that serve every operation.
@@ -304,36 +298,36 @@ class Registries:
         if not named and operation != '*':
             raise TypeError(f"operation must be a name such as 'kda', or '*', got {operation!r}")
         with lock:
-            known = self._known.get(operation)
-            if known is None:
-                known = object.__new__(self._kind)
-                known.operation, known.owner = operation, self._owner
-                known._entries, known._own, known._listeners = (), (), ()
+            found = self._registries.get(operation)
+            if found is None:
+                found = object.__new__(self._kind)  # the class itself looks up its one object of this name
+                found.operation, found.owner = operation, self._owner
+                found._entries, found._own, found._listeners = (), (), ()
                 # a new dictionary: another thread may be iterating over the old one
-                self._known = {**self._known, operation: known}
-        return known
+                self._registries = {**self._registries, operation: found}
+        return found
 
     __getitem__ = __call__
 
     def get(self, operation: str) -> Registry | None:
         """Returns the registry of an operation, or None."""
-        return self._known.get(operation)
+        return self._registries.get(operation)
 
     def __contains__(self, operation: object) -> bool:
-        return operation in self._known
+        return operation in self._registries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
+        return iter(self._registries)
 
     def items(self) -> ItemsView[str, Registry]:
         """Returns a snapshot of (operation, registry) pairs."""
-        return self._known.items()
+        return self._registries.items()
 
     def registrations(self, operation: str) -> Iterator[tuple[int, Registration]]:
         """Yields (rank, registration) for an operation: 0 for its own, 1 for those of every operation."""
         for rank, name in enumerate((operation, '*')):
-            registry = self._known.get(name)
-            yield from ((rank, one) for one in (registry.registrations() if registry is not None else ()))
+            if name in self._registries:
+                yield from ((rank, one) for one in self._registries[name].registrations())
 
 
 def _same_source(one: Registration, other: Registration) -> bool:

@@ -100,7 +100,7 @@ def test_every_character_of_a_condition_counts(when, holds, fails):
     ('when', 'words'),
     [
         ('', 'is an expression such as'),
-        ('q.shape[1] >=', 'is no expression'),
+        ('q.shape[1] >=', 'is not an expression'),
         ('q.shape[1] + 1 > 2', 'not allowed'),
         ('len(q) > 2', 'not allowed'),
         ("__import__('os')", 'not allowed'),
@@ -122,9 +122,9 @@ def test_every_character_of_a_condition_counts(when, holds, fails):
         ('not ' * 40 + 'flag', 'more than 32'),
         ('not\t' * 250 + 'flag', 'more than 32'),
         ('(flag and ' * 40 + 'flag' + ')' * 40, 'more than 32'),
-        ('(' * 250 + 'flag' + ')' * 250, 'no expression'),
-        ('flag) or (flag', 'no expression'),
-        ('flag] or [flag', 'no expression'),
+        ('(' * 250 + 'flag' + ')' * 250, 'not an expression'),
+        ('flag) or (flag', 'not an expression'),
+        ('flag] or [flag', 'not an expression'),
         ('flag,', 'not allowed'),
         ('# flag', 'not allowed'),
         ('half > 2', "compares a dtype with a number ('half' is read as a dtype"),
@@ -135,7 +135,7 @@ def test_every_character_of_a_condition_counts(when, holds, fails):
         ('q.shape[99999999999999999999] > 2', 'not allowed'),
         (' and '.join(['flag'] * 2000), 'has 10000 characters at most'),
         (['flag'], 'got'),
-        ('q\0', 'no expression'),
+        ('q\0', 'not an expression'),
         (3, 'got 3'),
     ],
 )
@@ -371,7 +371,7 @@ def test_rules_in_code_fit_the_function(when, said):
 
 
 def test_rules_in_code_name_what_there_is():
-    with pytest.raises(UnknownNameError, match='covers no operation'):
+    with pytest.raises(UnknownNameError, match='matches no operation'):
         set_policy(Policy(rules=[Rule('nothing.*', 'default')]))
     assert get_policy() is None
 

@@ -670,7 +670,7 @@ def test_one_reading_lists_every_error(write):
         (17, "unknown backend 'xx'"),
         (18, "unknown key 'wen'"),
         (20, "unknown backend 'yy' of operation"),
-        (21, 'is no expression'),
+        (21, 'is not an expression'),
         (22, 'strict'),
         (23, "Did you mean 'fallback'?"),
     ]

@@ -212,7 +212,7 @@ def test_all_errors_of_a_file_come_at_once(two, tmp_path):
     with pytest.raises(MeasurementError) as caught:
         load_measurements(path)
     for words in (
-        "'q =' is no expression",
+        "'q =' is not an expression",
         "'len(q)' is not allowed",
         'rules.1.use must be a list',
         "key 'format' is a duplicate",
