@@ -371,7 +371,7 @@ def test_rules_in_code_fit_the_function(when, said):
 
 
 def test_rules_in_code_name_what_there_is():
-    with pytest.raises(UnknownNameError, match='covers no operation'):
+    with pytest.raises(UnknownNameError, match='matches no operation'):
         set_policy(Policy(rules=[Rule('nothing.*', 'default')]))
     assert get_policy() is None
 

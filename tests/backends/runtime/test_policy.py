@@ -805,7 +805,7 @@ def test_fields_of_the_wrong_kind(make, words):
         (lambda op: Policy(lock={op: 'none_such'}), "unknown backend 'none_such'"),
         (lambda op: Policy(lock={'none_such': 'a'}), "unknown operation 'none_such'"),
         (lambda op: Policy(boost={op: {'none_such': 1}}), "boost: unknown backend 'none_such'"),
-        (lambda op: Policy(boost={'none_such*': {'a': 1}}), 'covers no operation'),
+        (lambda op: Policy(boost={'none_such*': {'a': 1}}), 'matches no operation'),
         (lambda op: Policy(rules=[Rule(op, 'none_such')]), r"rules\[0\]: unknown backend 'none_such'"),
         (lambda op: Policy(rules=[Rule(op, 'a', 'v.shape[0] > 1')]), "there is no parameter 'v'"),
     ],
