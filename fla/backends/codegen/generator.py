@@ -181,12 +181,12 @@ class Generator(ABC):
         with self.w.block(f'if _d_type({first}) is not _d_Tensor:'):
             self.w.line(f'_d_k = _d_classify(_d_type({first}))')
             with self.w.block('if _d_k != 0:'):
-                self.odd_tensor(first)
+                self.special_tensor(first)
                 if self.plan.by_platform:
                     others = ', '.join(tensors[1:])
                     self.w.line(f'if _d_k == 3: _d_x = _d_first_tensor(({others}{"," if others else ""}))')
 
-    def odd_tensor(self, first: str) -> None:
+    def special_tensor(self, first: str) -> None:
         with self.w.block(f'if _d_k == 1 and _d_has_override(({first},)):'):
             self.w.line(f'return _d_offer(({first},), {self.forward})')
         self.w.line(f'if _d_k == 2: _d_refuse({first!r}, _d_type({first}).__name__)')

@@ -180,7 +180,7 @@ class Entry:
         return function, made.serial
 
     def _ranged(self, plan: Plan, of: str, *args: Any, **kwargs: Any) -> Any:
-        """First call while a profiler is active: make the variant of plan `of` that opens a range, and call it."""
+        """Makes and calls the variant of plan `of` that opens a profiler range; runs on its first call under a profiler."""
         serial, name = str(next(_counter)), f'_d_ranged{of}'
         source, names = self._write(plan, serial, asks=of, virtual=False)
         function = self.namespace.compile(source, f'ranges {serial}')
@@ -209,28 +209,28 @@ class Entry:
             if complete:
                 dispatcher.policies.check_environment_once()
             generation = control.now.generation(operation)
-            # for exactly this state: otherwise a scope entered and left meanwhile would leave its plan under this state
+            # for exactly this state: a scope that is entered and left meanwhile must not store its plan under this state
             made = self._generate(self.plan(self._above(now.state)))
             with lock:
                 unchanged = dispatcher.policies.state == now.state and control.now.generation(operation) == generation
                 if unchanged or attempt == _MOST_ATTEMPTS:
                     # an outdated plan serves this call only; one made during loading serves until loading has finished
                     until = None if complete else lambda: int(dispatcher.discovery.load(operation))
-                    self._keep(now.state, made, until if unchanged else _from_the_second_time())
+                    self._store(now.state, made, until if unchanged else _from_the_second_time())
                     break
         if not unchanged:
             logs.warn_once(
                 ('restless', self.spec.key),
-                '%s: backends or policy changed %d times while it was planned. If an is_available, probe or is_enabled '
-                'changes its own backend or the policy, it must not.',
+                '%s: backends or policy changed %d times while it was planned. is_available, probe and is_enabled must not '
+                'change their own backend or the policy.',
                 self.spec.key,
                 attempt,
             )
-        self._announce(made)
+        self._log_plan(made)
         return 1
 
-    def _keep(self, state: State, made: Planned, until: Callable[[], int] | None) -> None:
-        """Install a plan: permanently, or `until` a function that each call asks returns 1, and the call plans again."""
+    def _store(self, state: State, made: Planned, until: Callable[[], int] | None) -> None:
+        """Install a plan. With `until`, each call first asks this function, and plans again if it returns 1."""
         if until is not None:
             made = self._provisional(made, until)
         else:
@@ -403,7 +403,7 @@ class Entry:
             if problems:
                 raise UnknownNameError(f'bind(): rules[{number}]: {"; ".join(problems)}')
 
-    def _announce(self, made: Planned) -> None:
+    def _log_plan(self, made: Planned) -> None:
         """Logs the ordered candidates at INFO, and a warning for each requested backend that cannot run."""
         operation, name, key = self.spec.operation, self.spec.name, self.spec.key
         hidden = overruled(self.state(), operation, name, self._any_match)

@@ -20,7 +20,7 @@ from fla.backends.runtime.recorders import Recorder
 
 
 class EnteredScope(NamedTuple):
-    """A scope in force. `pinned` replaces the whole state. `thread` entered it; None for the scope of a recomputation."""
+    """A scope in force. `pinned` replaces the whole state. `thread` entered the scope; None for a recomputation's scope."""
 
     token: int
     layer: Layer
