@@ -49,8 +49,8 @@ _layer_norm = opaque(
 class FlagGemsBackend(NormsWithoutResidual, BaseBackend):
     """`rms_norm` and `layer_norm` with parameters in the dtype of x, without a residual, for inference."""
 
-    rms_kernel = staticmethod(_rms_norm)
-    layer_kernel = staticmethod(_layer_norm)
+    _rms_kernel = staticmethod(_rms_norm)
+    _layer_kernel = staticmethod(_layer_norm)
 
     backend_type = 'flag_gems'
     package_name = 'flag_gems'

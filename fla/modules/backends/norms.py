@@ -10,10 +10,10 @@ from fla.ops.recurrence.gates import wide
 
 
 class NormsWithoutResidual:
-    """Methods of a backend whose class has `rms_kernel(x, weight, eps)` and `layer_kernel(x, weight, bias, eps)`."""
+    """Methods of a backend whose class has `_rms_kernel(x, weight, eps)` and `_layer_kernel(x, weight, bias, eps)`."""
 
-    rms_kernel: Callable[..., torch.Tensor]
-    layer_kernel: Callable[..., torch.Tensor]
+    _rms_kernel: Callable[..., torch.Tensor]
+    _layer_kernel: Callable[..., torch.Tensor]
 
     def rms_norm(
         self,
@@ -23,7 +23,7 @@ class NormsWithoutResidual:
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y = self.rms_kernel(x, weight, float(eps))
+        y = self._rms_kernel(x, weight, float(eps))
         return (y, wide(x) if residual_in_fp32 else x) if prenorm else y
 
     def layer_norm(
@@ -35,5 +35,5 @@ class NormsWithoutResidual:
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y = self.layer_kernel(x, weight, bias, float(eps))
+        y = self._layer_kernel(x, weight, bias, float(eps))
         return (y, wide(x) if residual_in_fp32 else x) if prenorm else y

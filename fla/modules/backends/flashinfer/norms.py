@@ -58,8 +58,8 @@ def _takes(x: torch.Tensor) -> Verdict:
 class FlashInferNorms(NormsWithoutResidual):
     """Methods of `FlashInferBackend` for norms, without a residual: FlashInfer writes the sum into its arguments."""
 
-    rms_kernel = staticmethod(_rms_norm)
-    layer_kernel = staticmethod(_layer_norm)
+    _rms_kernel = staticmethod(_rms_norm)
+    _layer_kernel = staticmethod(_layer_norm)
 
     def rms_norm_verifier(self, x: torch.Tensor, weight: torch.Tensor | None) -> Verdict:
         if weight is None or weight.dtype != x.dtype:

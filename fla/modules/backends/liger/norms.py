@@ -103,8 +103,8 @@ def _takes(x: torch.Tensor) -> Verdict:
 class LigerNorms(NormsWithoutResidual):
     """Methods of `LigerBackend` for norms, without a residual: Liger rounds the sum before the norm."""
 
-    rms_kernel = staticmethod(_rms_norm)
-    layer_kernel = staticmethod(_layer_norm)
+    _rms_kernel = staticmethod(_rms_norm)
+    _layer_kernel = staticmethod(_layer_norm)
 
     def rms_norm_verifier(self, x: torch.Tensor, weight: torch.Tensor | None) -> Verdict:
         if weight is None:
