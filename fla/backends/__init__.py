@@ -142,7 +142,7 @@ def resolve_op(name: str, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
 
 def health(dispatcher: Dispatcher | None = None) -> dict[tuple[str, str], Health]:
     """('operation.function', backend) → state of its circuit breaker."""
-    return owner_of(dispatcher).health()
+    return owner_of(dispatcher).breakers.health()
 
 
 def breaker(function: str | Callable[..., Any], backend: str, dispatcher: Dispatcher | None = None) -> Breaker:
@@ -151,9 +151,9 @@ def breaker(function: str | Callable[..., Any], backend: str, dispatcher: Dispat
 
 
 def add_breaker_listener(listener: BreakerListener, dispatcher: Dispatcher | None = None) -> Callable[[], None]:
-    """Call `listener(event)` with a `BreakerEvent` after every change of a breaker's state. Returns a function that removes
-    the listener."""
-    return owner_of(dispatcher).add_breaker_listener(listener)
+    """Call `listener(event)` with a `BreakerEvent` after every change of a breaker's state, in the call's thread and outside
+    every lock. Returns a function that removes the listener. An exception from a listener is logged."""
+    return owner_of(dispatcher).breakers.add_listener(listener)
 
 
 def set_log_level(level: int | str) -> None:

@@ -138,7 +138,7 @@ def test_bind_takes_no_policy_for_something_else():
     toy.add('a')
     with pytest.raises(UnknownNameError, match='nope'):
         toy.f.bind(policy=Policy(op='nope', prefer=('a',)))
-    with pytest.raises(ValueError, match='nothing of'):
+    with pytest.raises(ValueError, match='does not concern'):
         toy.f.bind(policy=Policy(op=other.op, use=('a',)))
     with pytest.raises(TypeError, match='must be a Policy'):
         toy.f.bind(policy=3)

@@ -85,10 +85,8 @@ class Call(Generator):
         with self.w.block('try:'):
             self._announce(c, tag)  # inside: any exception from here on ends a probe
             if policy.telemetry == 'time':
-                begin, elapsed = (
-                    self.w.bind(f'_d_{name}{self.serial}', value)
-                    for name, value in zip(('begin', 'elapsed'), self.hooks.clock(), strict=True)
-                )
+                begin = self.w.bind(f'_d_begin{self.serial}', self.hooks.begin)
+                elapsed = self.w.bind(f'_d_elapsed{self.serial}', self.hooks.elapsed)
                 self.w.line(f'_d_start = {begin}({first})')
                 timed = [f'{elapsed}(_d_start, {first})']
             self._implementation(c, tag, '_d_result = ')

@@ -27,7 +27,7 @@ class Explain(Generator):
     def again(self, line: str) -> None:
         self._stop('the environment changed while the call was explained; explain it again')
 
-    def odd_tensor(self, first: str) -> None:
+    def special_tensor(self, first: str) -> None:
         self.w.line(f'if _d_k == 1 and _d_has_override(({first},)): return _d_c.offered(_d_type({first}))')
         self.w.line(f'if _d_k == 2: _d_refuse({first!r}, _d_type({first}).__name__)')
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from fla.backends.core.signature import Signature
@@ -181,12 +181,12 @@ class Generator(ABC):
         with self.w.block(f'if _d_type({first}) is not _d_Tensor:'):
             self.w.line(f'_d_k = _d_classify(_d_type({first}))')
             with self.w.block('if _d_k != 0:'):
-                self.odd_tensor(first)
+                self.special_tensor(first)
                 if self.plan.by_platform:
                     others = ', '.join(tensors[1:])
                     self.w.line(f'if _d_k == 3: _d_x = _d_first_tensor(({others}{"," if others else ""}))')
 
-    def odd_tensor(self, first: str) -> None:
+    def special_tensor(self, first: str) -> None:
         with self.w.block(f'if _d_k == 1 and _d_has_override(({first},)):'):
             self.w.line(f'return _d_offer(({first},), {self.forward})')
         self.w.line(f'if _d_k == 2: _d_refuse({first!r}, _d_type({first}).__name__)')
@@ -272,10 +272,12 @@ class Generator(ABC):
         if c.member.untraceable:
             with self.w.block('if _d_dyn():'):
                 self.untraceable(c, tag)
-            with self.w.block('else:'):
-                self._gate(c, tag)
-        else:
+        with self._else_if(c.member.untraceable):
             self._gate(c, tag)
+
+    def _else_if(self, tested: object) -> AbstractContextManager[None]:
+        """A block `else:` if there were tests before."""
+        return self.w.block('else:') if tested else nullcontext()
 
     def _gate(self, c: Candidate, tag: str) -> None:
         gate = c.gate
@@ -314,10 +316,7 @@ class Generator(ABC):
                 rejects, reason = rejects.replace(name, fresh), reason.replace(name, fresh)
             with self.w.block(f'{"elif" if place else "if"} {rejects}:'):
                 self.reject(c, tag, reason, 'availability' if test.unavailable else 'declared')
-        if c.tests:
-            with self.w.block('else:'):
-                self._verify(c, tag)
-        else:
+        with self._else_if(c.tests):
             self._verify(c, tag)
 
     def _verify(self, c: Candidate, tag: str) -> None:
@@ -369,12 +368,11 @@ class Generator(ABC):
 
 def _any_of(raws: list[str], group: tuple[tuple[Any, ...], ...]) -> str:
     def one(values: tuple[Any, ...]) -> str:
-        tests = [
-            f'{raw} is None' if value is None else f'{raw} == {value!r}' for raw, value in zip(raws, values, strict=True)
-        ]
-        return ' and '.join(tests) if len(tests) < 2 else f'({" and ".join(tests)})'
+        pairs = zip(raws, values, strict=True)
+        test = ' and '.join(f'{raw} is None' if value is None else f'{raw} == {value!r}' for raw, value in pairs)
+        return test if len(raws) < 2 else f'({test})'
 
-    return ' or '.join(one(values) for values in group)
+    return ' or '.join(map(one, group))
 
 
 def unanswerable_text(case: Conditional) -> str:

@@ -43,22 +43,20 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values. Default values of `strides` and later fields are left out."""
-        made: dict[str, Any] = {
+        later: dict[str, Any] = {
+            'strides': {n: list(s) for n, s in self.strides.items()},
+            'requires_grad': list(self.requires_grad),
+            'lost': list(self.lost),
+        }
+        return {
             'function': self.function,
             'backend': self.backend,
             'tensors': {n: {'dtype': d, 'shape': list(s), 'device': v} for n, (d, s, v) in self.tensors.items()},
             'flags': {n: {'dtype': _name(v)} if isinstance(v, torch.dtype) else v for n, v in self.flags.items()},
             'compiled': self.compiled,
+            **{name: value for name, value in later.items() if value},
+            **({} if self.grad_mode else {'grad_mode': False}),
         }
-        if self.strides:
-            made['strides'] = {n: list(s) for n, s in self.strides.items()}
-        if self.requires_grad:
-            made['requires_grad'] = list(self.requires_grad)
-        if not self.grad_mode:
-            made['grad_mode'] = False
-        if self.lost:
-            made['lost'] = list(self.lost)
-        return made
 
     def arguments(self, device_of: Mapping[str, str] | None = None) -> dict[str, Any]:
         """The call's arguments, with new uninitialised tensors. `device_of`: parameter → another device."""

@@ -181,7 +181,8 @@ class Telemetry(Recording):
         pending = self.collect()
         with lock:
             calls = sorted(self._calls.items())
-            timings = sorted((key, t.count, t.seconds, t.min, t.max, tuple(t.buckets)) for key, t in self._timings.items())
+            # `vars`: count, seconds, min, max, buckets
+            timings = sorted((key, {**vars(t), 'buckets': list(t.buckets)}) for key, t in self._timings.items())
             dropped = self.dropped
         return {
             'namespace': self.dispatcher.namespace,
@@ -191,17 +192,14 @@ class Telemetry(Recording):
                     'function': f,
                     'backend': b,
                     'clock': clock,
-                    'count': count,
-                    'seconds': seconds,
-                    'min': least,
-                    'max': most,
-                    'buckets': [[bound, n] for bound, n in zip((*BUCKETS, None), buckets, strict=True)],
+                    **t,
+                    'buckets': [[bound, n] for bound, n in zip((*BUCKETS, None), t['buckets'], strict=True)],
                 }
-                for (f, b, clock), count, seconds, least, most, buckets in timings
+                for (f, b, clock), t in timings
             ],
             'breakers': [
                 {'function': f, 'backend': b, **health.to_dict()}
-                for (f, b), health in sorted(self.dispatcher.health().items())
+                for (f, b), health in sorted(self.dispatcher.breakers.health().items())
             ],
             'pending': pending,
             'dropped': dropped,
@@ -260,42 +258,18 @@ def prometheus_text(snapshot: Mapping[str, Any], prefix: str) -> str:
     """A snapshot in Prometheus' text format."""
     prefix = re.sub(r'[^a-z0-9_]', '_', prefix.lower())
     prefix = f'{"_" if prefix[:1].isdigit() else ""}{prefix}_dispatch'
-    calls, timings, breakers = snapshot['calls'], snapshot['timings'], snapshot['breakers']
+    breakers, states = snapshot['breakers'], (CLOSED, OPEN, HALF_OPEN)
+    calls = [('', _pick(row, 'outcome'), row['count']) for row in snapshot['calls']]
+    times = [sample for row in snapshot['timings'] for sample in _histogram(row)]
+    circuits = [('', {**_pick(row), 'state': s}, int(row['state'] == s)) for row in breakers for s in states]
+    failures = [('', _pick(row), row['total_failures']) for row in breakers]
+    dropped: list[Sample] = [('', {}, snapshot['dropped'])]
     families: list[tuple[str, str, str, Iterable[Sample]]] = [
-        (
-            'calls_total',
-            'counter',
-            'Dispatched calls by function, backend and outcome.',
-            (('', _pick(row, 'outcome'), row['count']) for row in calls),
-        ),
-        (
-            'duration_seconds',
-            'histogram',
-            'Time of dispatched calls, by the clock that took it: CUDA events or the host.',
-            (sample for row in timings for sample in _histogram(row)),
-        ),
-        (
-            'timings_dropped_total',
-            'counter',
-            'Timings that were dropped because too many were pending.',
-            [('', {}, snapshot['dropped'])],
-        ),
-        (
-            'circuit_state',
-            'gauge',
-            'State of the circuit breakers: 1 for the state that holds.',
-            (
-                ('', {**_pick(row), 'state': state}, int(row['state'] == state))
-                for row in breakers
-                for state in (CLOSED, OPEN, HALF_OPEN)
-            ),
-        ),
-        (
-            'circuit_failures_total',
-            'counter',
-            'Failures that count for the circuit breakers.',
-            (('', _pick(row), row['total_failures']) for row in breakers),
-        ),
+        ('calls_total', 'counter', 'Dispatched calls by function, backend and outcome.', calls),
+        ('duration_seconds', 'histogram', 'Time of dispatched calls, by its clock: CUDA events or the host.', times),
+        ('timings_dropped_total', 'counter', 'Timings that were dropped because too many were pending.', dropped),
+        ('circuit_state', 'gauge', 'State of the circuit breakers: 1 for the state that holds.', circuits),
+        ('circuit_failures_total', 'counter', 'Failures that count for the circuit breakers.', failures),
     ]
     lines = []
     for name, kind, text, samples in families:

@@ -143,24 +143,18 @@ def _name_of(function: Any) -> str:
 
 
 def _split(given: Any) -> tuple[Facts | None, Callable[..., Any] | None]:
-    facts: Facts | None = None
-    verifier: Callable[..., Any] | None = None
-    for item in given if isinstance(given, (list, tuple)) else [given]:
-        if item is None:
-            continue
+    items = [item for item in (given if isinstance(given, (list, tuple)) else [given]) if item is not None]
+    facts = [item for item in items if isinstance(item, type) and issubclass(item, BaseBackend)]
+    verifiers = [item for item in items if item not in facts]
+    for item in verifiers:
         if isinstance(item, BaseBackend):
             raise TypeError(f'default_verifier takes the class of facts, {type(item).__qualname__}, not an instance')
-        if isinstance(item, type) and issubclass(item, BaseBackend):
-            if facts is not None:
-                raise TypeError('default_verifier takes at most one class of facts')
-            facts = item
-        elif callable(item):
-            if verifier is not None:
-                raise TypeError('default_verifier takes at most one verifier function')
-            verifier = item
-        else:
+        if not callable(item):
             raise TypeError(f'default_verifier takes a verifier function or a BaseBackend class of facts, got {item!r}')
-    return facts, verifier
+    for what, found in (('class of facts', facts), ('verifier function', verifiers)):
+        if len(found) > 1:
+            raise TypeError(f'default_verifier takes at most one {what}')
+    return next(iter(facts), None), next(iter(verifiers), None)
 
 
 def _default_backend(facts: Facts | None) -> BaseBackend:

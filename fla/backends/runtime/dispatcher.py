@@ -22,7 +22,7 @@ from fla.backends.core.errors import RegistrationError, unknown_name
 from fla.backends.core.locking import lock
 from fla.backends.core.signature import location
 from fla.backends.core.spec import FunctionSpec
-from fla.backends.fallback.breaker import Breaker, BreakerListener, Breakers, Health
+from fla.backends.fallback.breaker import Breaker, Breakers
 from fla.backends.plan.decision import Decision
 from fla.backends.plan.plan import Facts, Member, Plan
 from fla.backends.policy.environment import Environment
@@ -212,10 +212,6 @@ class Dispatcher:
 
     # -- changes of backends ----------------------------------------------------------------------------------------------
 
-    def generation(self, operation: str) -> int:
-        """A number that changes whenever the backends of an operation do."""
-        return self.control.now.generation(operation)
-
     def _backends_changed(self, operation: str) -> None:
         """Plan again for the functions of `operation` ('*': all)."""
         self.control.change(
@@ -332,10 +328,6 @@ class Dispatcher:
 
     # -- failures ---------------------------------------------------------------------------------------------------------
 
-    def health(self) -> dict[tuple[str, str], Health]:
-        """('operation.function', backend) → the state of its circuit breaker."""
-        return self.breakers.health()
-
     def breaker(self, function: str | Callable[..., Any], backend: str) -> Breaker:
         """The circuit breaker of a backend (by name) for a dispatched function (or its name). Raises UnknownNameError for
         unknown names, TypeError for a function that is not dispatched."""
@@ -351,11 +343,6 @@ class Dispatcher:
     def _asks_breakers(self, function: str) -> bool:
         entry = self.catalogue.known(function)
         return entry is None or self.baseline or entry.policy(entry.state()).falls_back
-
-    def add_breaker_listener(self, listener: BreakerListener) -> Callable[[], None]:
-        """Call `listener(event)` after every change of a breaker's state, in the call's thread, outside every lock. Returns
-        a function that removes the listener. An exception from a listener is logged."""
-        return self.breakers.add_listener(listener)
 
 
 class ScopesInTrace:
@@ -388,11 +375,10 @@ class BackendRegistry(Registry):
 
 def entry_of(function: Any) -> LiveFunction:
     """The entry point of a dispatched function. Raises TypeError for another object."""
-    entry = getattr(function, '__fla_entry__', None)
+    entry: LiveFunction | None = getattr(function, '__fla_entry__', None)
     if entry is None:
         raise TypeError(f'{getattr(function, "__qualname__", function)!r} is not a dispatched function')
-    found: LiveFunction = entry
-    return found
+    return entry
 
 
 def _or_any(registry: Registry) -> str | None:

@@ -34,7 +34,7 @@ from fla.backends.plan.decision import Decision, NoBackendError
 from fla.backends.plan.members import any_match, collect
 from fla.backends.plan.plan import Facts, Member, Plan, build
 from fla.backends.policy.policy import Policy, covers
-from fla.backends.policy.precedence import Layer, ResolvedPolicy, State, effective, overruled, refuse_if_locked
+from fla.backends.policy.precedence import Layer, ResolvedPolicy, State, effective, overruled
 from fla.backends.runtime.dispatcher import Dispatcher
 from fla.backends.runtime.explain import decide
 from fla.backends.runtime.function import Namespace, attach, check_parameters, check_source, make_wrapper
@@ -86,7 +86,7 @@ class Entry:
         check_parameters(spec)
         self.label = f'{dispatcher.namespace.split(".")[0]}::{spec.name}'
         self._traced = TracedScopePlans(dispatcher, spec.operation, self._make_traced)
-        self._generation = dispatcher.generation(spec.operation)
+        self._generation = dispatcher.control.now.generation(spec.operation)
         self.namespace = Namespace(spec)
         self.wrapper = make_wrapper(self.namespace, str(next(_counter)))
         self._cold = self.wrapper.__code__
@@ -123,7 +123,7 @@ class Entry:
     def members(self) -> tuple[Member, ...]:
         """Every backend with a method of this name, and the default, by priority."""
         dispatcher, operation = self.dispatcher, self.spec.operation
-        generation = dispatcher.generation(operation)
+        generation = dispatcher.control.now.generation(operation)
         known = self._members
         if known is None or known[0] != generation:
             found = dispatcher.registries.registrations(operation)
@@ -180,7 +180,7 @@ class Entry:
         return function, made.serial
 
     def _ranged(self, plan: Plan, of: str, *args: Any, **kwargs: Any) -> Any:
-        """First call while a profiler is active: make the variant of plan `of` that opens a range, and call it."""
+        """Makes and calls the variant of plan `of` that opens a profiler range; runs on its first call under a profiler."""
         serial, name = str(next(_counter)), f'_d_ranged{of}'
         source, names = self._write(plan, serial, asks=of, virtual=False)
         function = self.namespace.compile(source, f'ranges {serial}')
@@ -197,8 +197,8 @@ class Entry:
             serial: the plan whose code asks; '' for cold code. If that code has been replaced meanwhile (by another thread,
                 or by the first attempt of a trace that began with it), nothing is planned.
         """
-        dispatcher, operation = self.dispatcher, self.spec.operation
-        dispatcher.control.settle()
+        dispatcher, control, operation = self.dispatcher, self.dispatcher.control, self.spec.operation
+        control.settle()
         if serial != self._serials.get(self.wrapper.__code__, '') and not self._traced.has(serial):
             with lock:  # waits until another thread has installed its code; without it, callers would ask in a loop
                 return 0
@@ -208,31 +208,29 @@ class Entry:
             now = dispatcher.policies.now
             if complete:
                 dispatcher.policies.check_environment_once()
-            generation = dispatcher.generation(operation)
-            # for exactly this state: otherwise a scope entered and left meanwhile would leave its plan under this state
+            generation = control.now.generation(operation)
+            # for exactly this state: a scope that is entered and left meanwhile must not store its plan under this state
             made = self._generate(self.plan(self._above(now.state)))
             with lock:
-                unchanged = dispatcher.policies.state == now.state and dispatcher.generation(operation) == generation
-                if unchanged:
-                    self._keep(now.state, made, None if complete else self._complete)
-                    break
-                if attempt == _MOST_ATTEMPTS:
-                    # changed as fast as it is planned: serve this call, plan again on the next
-                    self._keep(now.state, made, _from_the_second_time())
+                unchanged = dispatcher.policies.state == now.state and control.now.generation(operation) == generation
+                if unchanged or attempt == _MOST_ATTEMPTS:
+                    # an outdated plan serves this call only; one made during loading serves until loading has finished
+                    until = None if complete else lambda: int(dispatcher.discovery.load(operation))
+                    self._store(now.state, made, until if unchanged else _from_the_second_time())
                     break
         if not unchanged:
             logs.warn_once(
                 ('restless', self.spec.key),
-                '%s: backends or policy changed %d times while it was planned. If an is_available, probe or is_enabled '
-                'changes its own backend or the policy, it must not.',
+                '%s: backends or policy changed %d times while it was planned. is_available, probe and is_enabled must not '
+                'change their own backend or the policy.',
                 self.spec.key,
                 attempt,
             )
-        self._announce(made)
+        self._log_plan(made)
         return 1
 
-    def _keep(self, state: State, made: Planned, until: Callable[[], int] | None) -> None:
-        """Install a plan: permanently, or `until` a function that each call asks returns 1, and the call plans again."""
+    def _store(self, state: State, made: Planned, until: Callable[[], int] | None) -> None:
+        """Install a plan. With `until`, each call first asks this function, and plans again if it returns 1."""
         if until is not None:
             made = self._provisional(made, until)
         else:
@@ -262,10 +260,6 @@ class Entry:
         weakref.finalize(code, id, made)
         self.namespace.drop_with(code, name)
         return Planned(made.plan, code, source, made.serial)
-
-    def _complete(self) -> int:
-        """Whether loading has finished since a provisional plan was made."""
-        return int(self.dispatcher.discovery.load(self.spec.operation))
 
     def _install(self, code: CodeType) -> None:
         if self.wrapper.__code__ is not code:
@@ -396,9 +390,8 @@ class Entry:
 
     def _check_bound(self, policy: Policy) -> None:
         """Raises for unknown names, for fields that do not concern this function, and for orders that contradict a lock."""
-        policies, spec = self.dispatcher.policies, self.spec
-        policies.check_policy(policy)
-        refuse_if_locked(policy, policies.state.layers, of_call=True)
+        spec = self.spec
+        self.dispatcher.policies.check_scope(policy)
         own = (spec.operation, spec.key)
         idle = [f'{name}[{key!r}]' for name in ('order', 'lock') for key, _ in getattr(policy, name) if key not in own]
         idle += [f'boost[{glob!r}]' for glob, _ in policy.boost if not covers(glob, spec.operation, spec.name)]
@@ -410,32 +403,22 @@ class Entry:
             if problems:
                 raise UnknownNameError(f'bind(): rules[{number}]: {"; ".join(problems)}')
 
-    def _announce(self, made: Planned) -> None:
+    def _log_plan(self, made: Planned) -> None:
         """Logs the ordered candidates at INFO, and a warning for each requested backend that cannot run."""
-        key = self.spec.key
-        hidden = overruled(self.state(), self.spec.operation, self.spec.name, self._any_match)
+        operation, name, key = self.spec.operation, self.spec.name, self.spec.key
+        hidden = overruled(self.state(), operation, name, self._any_match)
         if hidden is not None:
-            locked = hidden[0].policy.locked(self.spec.operation, self.spec.name)[1] is not None
-            words = (
-                'the lock of %s holds against %s'
-                if locked
-                else 'the order of %s replaces that of %s, its exclusivity included'
-            )
-            logs.warn_once(('overruled', key, hidden), f'%s: {words}', key, hidden[0].source, hidden[1].source)
+            locked = hidden[0].policy.locked(operation, name)[1] is not None
+            words = 'lock of %s holds against %s' if locked else 'order of %s replaces that of %s, its exclusivity included'
+            logs.warn_once(('overruled', key, hidden), f'%s: the {words}', key, hidden[0].source, hidden[1].source)
         for platform, chain in made.plan.chains.items():
-            for c in chain:
-                if c.wished and c.out is not None:
-                    logs.warn_once(
-                        ('unmet', key, c.member.name),
-                        '%s: backend %r was asked for by %s and cannot run: %s',
-                        key,
-                        c.member.name,
-                        made.plan.policy.order_source,
-                        format_reason(c.out[1]),
-                    )
+            reasons = [(c, format_reason(c.out[1])) for c in chain if c.out is not None]
+            for backend, reason in [(c.member.name, reason) for c, reason in reasons if c.wished]:
+                text = '%s: backend %r was asked for by %s and cannot run: %s'
+                logs.warn_once(('unmet', key, backend), text, key, backend, made.plan.policy.order_source, reason)
             if logs.logger.isEnabledFor(logging.INFO):
                 names = [c.member.name for c in chain if c.out is None]
-                out = [f'{c.member.name} ({format_reason(c.out[1])})' for c in chain if c.out is not None]
+                out = [f'{c.member.name} ({reason})' for c, reason in reasons]
                 logs.logger.info('%s on %s: candidates %s; out: %s', key, platform, names, '; '.join(out) or 'none')
 
 

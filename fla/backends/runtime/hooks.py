@@ -27,6 +27,8 @@ class RuntimeHooks:
     A function that Dynamo may meet takes no arguments: it is marked constant and runs while tracing.
     """
 
+    begin, elapsed = staticmethod(begin), staticmethod(elapsed)
+
     def __init__(self, spec: FunctionSpec, dispatcher: Dispatcher) -> None:
         self.spec, self.dispatcher = spec, dispatcher
         self.shows_reasons = logs.logger.isEnabledFor(logging.DEBUG)
@@ -104,9 +106,6 @@ class RuntimeHooks:
     def is_on_now(self, c: Candidate) -> Callable[[], bool]:
         toggles = self.dispatcher.toggles
         return lambda: toggles.gate(c.member.backend).is_on
-
-    def clock(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        return begin, elapsed
 
     def reason(self, c: Candidate) -> Callable[[Any], None] | None:
         key, name = self.spec.key, c.member.name

@@ -20,7 +20,7 @@ from fla.backends.runtime.recorders import Recorder
 
 
 class EnteredScope(NamedTuple):
-    """A scope in force. `pinned` replaces the whole state. `thread` entered it; None for the scope of a recomputation."""
+    """A scope in force. `pinned` replaces the whole state. `thread` entered the scope; None for a recomputation's scope."""
 
     token: int
     layer: Layer
@@ -73,8 +73,8 @@ class Situation:
     @property
     def below_code(self) -> tuple[Layer, ...]:
         """The layers below `set_policy()`."""
-        file = None if self.file is None else file_layer(self.file.policy, self.file.source)
-        return (*(self.environment or ()), *(layer for layer in (file, self.measured) if layer is not None))
+        file = () if self.file is None else (file_layer(self.file.policy, self.file.source),)
+        return (*(self.environment or ()), *file, *(() if self.measured is None else (self.measured,)))
 
     @property
     def file_source(self) -> str | None:
