@@ -17,6 +17,7 @@ from torch import Tensor
 from examples.language_model.console import Claims
 from examples.language_model.train import Settings
 from fla.backends import Decision, default_dispatcher, explain, resolve_op, use_backend
+from fla.backends.core.spec import FunctionSpec
 from fla.backends.observe import Trace
 from fla.utils.testing import relative_rms
 
@@ -50,14 +51,14 @@ class Calls(Trace):
         super().__init__()
         self.first: dict[tuple[str, str], Call] = {}
 
-    def add(self, entry: Any, backend: str, arguments: Mapping[str, Any] | None) -> None:
-        super().add(entry, backend, arguments)
-        if arguments is not None and (entry.key, backend) not in self.first:
+    def call(self, spec: FunctionSpec, backend: str, arguments: Mapping[str, Any] | None) -> None:
+        super().call(spec, backend, arguments)
+        if arguments is not None and (spec.key, backend) not in self.first:
             device = next(value.device.type for value in arguments.values() if isinstance(value, Tensor))
             # Copies, because the function may change an argument in place.
             copies = {name: copy_of(value) for name, value in arguments.items()}
             modes = torch.is_grad_enabled(), torch.is_autocast_enabled(device)
-            self.first[entry.key, backend] = Call(entry.key, copies, *modes)
+            self.first[spec.key, backend] = Call(spec.key, copies, *modes)
 
 
 def copy_of(value: Any, exact: bool = False) -> Any:

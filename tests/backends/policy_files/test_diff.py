@@ -14,6 +14,7 @@ from fla.backends import (
     UnknownNameError,
     default_dispatcher,
     dispatch,
+    load_policy,
     policy_context,
     trace,
 )
@@ -53,7 +54,7 @@ def test_compared_files_replace_the_one_in_force(tmp_path):
     one, other = tmp_path / 'one.yaml', tmp_path / 'other.yaml'
     one.write_text('prefer: b')
     other.write_text('allow: []')
-    version = default_dispatcher().load_policy(one)
+    version = load_policy(one)
     assert diff_policy(one, one, calls) == []
     assert {(c.old, c.new) for c in diff_policy(one, other, calls)} == {('b', None)}
     assert {(c.old, c.new) for c in diff_policy(one, None, calls)} == {('b', 'a')}

@@ -699,7 +699,7 @@ BASELINE = """
 import functools, logging, sys
 import torch
 from fla.backends import *
-from fla.backends import dispatch
+from fla.backends.observe import add_observer
 
 class Said(logging.Handler):
     def __init__(self, said):
