@@ -431,7 +431,7 @@ def inside(world):
             yield toy
     finally:
         dispatcher.reset()
-        for known, old in zip((catalogue._functions, dispatcher.registries._known), before, strict=True):
+        for known, old in zip((catalogue._functions, dispatcher.registries._registries), before, strict=True):
             for name in set(known) - old:
                 del known[name]
 
