@@ -1,4 +1,4 @@
-"""What the Triton defaults of the modules can run on."""
+"""Requirements of the Triton defaults of the modules."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _MOST_LOGGED = 4096
 
 
 class _UnlessConfigured(logging.NullHandler):
-    """Like logging.lastResort: writes to stderr only while the application has no handler."""
+    """Writes to stderr only while the application has no handler, as logging.lastResort does."""
 
     threshold = logging.WARNING
 

@@ -1,4 +1,4 @@
-"""What ran, and what is registered: traces, counters, telemetry, tables.
+"""Traces, counters, telemetry and tables: the calls that ran and the backends that are registered.
 
 `trace`, `telemetry` and `describe` are in the door, `fla.backends`."""
 

@@ -1,4 +1,4 @@
-"""What the pydantic models of files share: a strict base class, and errors in plain words."""
+"""Shared by the pydantic models of files: a strict base class, and errors in plain words."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from fla.backends.registry.registry import Registries
 
 
 class Dispatchable(Protocol):
-    """What the catalogue needs of a dispatched function: its default as a backend, and the function that users hold."""
+    """A dispatched function as the catalogue sees it: its default as a backend, and the function that users hold."""
 
     spec: FunctionSpec
     default: BaseBackend

@@ -1,4 +1,4 @@
-"""What backends of vendors' packages share: limits, and calls in the form that those kernels take."""
+"""Shared by backends of vendors' packages: limits, and calls in the form that those kernels take."""
 
 from __future__ import annotations
 

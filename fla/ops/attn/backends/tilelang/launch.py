@@ -19,7 +19,7 @@ from fla.ops.launch.vendor import for_tma
 def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, scale: float, window_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `fla.ops.attn.kernels.launch.attention_forward`, without decays and sinks, for at least one step."""
+    """Computes `fla.ops.attn.kernels.launch.attention_forward` without decays and sinks, for at least one step."""
     batch, length, heads, dim = q.shape
     keys, groups = k.shape[1:3]
     cu_seqlens = flat(cu_seqlens)
