@@ -139,6 +139,6 @@ def test_compiles_for_hopper(name):
 
     source = compiled_for_hopper(forward(*KERNELS[name])).get_kernel_source()
     # the copy of values must be complete before zeros are written over them
-    zeros, product = source.index('if (kept < '), source.index('wgmma_rs')
+    zeros, product = source.index('if (keys < '), source.index('wgmma_rs')
     assert 'V_s' in source[zeros:product]
     assert '.wait(' not in source[zeros:product]
