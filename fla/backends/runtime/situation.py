@@ -1,8 +1,8 @@
 """Everything that selection depends on besides the call: one immutable value with one owner.
 
 A change computes a new `Situation` and puts it in force with a single store; then every entry point gets the code for it. A
-change that is interrupted, or nested in a signal handler or finalizer, leaves entry points unsettled. The next change, cold
-call or explanation settles them.
+change that is interrupted, or nested in a signal handler or finalizer, may leave entry points unsettled; the next change or
+cold call settles them.
 """
 
 from __future__ import annotations
