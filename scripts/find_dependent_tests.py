@@ -20,6 +20,7 @@ which the definition of that name uses. `from fla.backends import measure` there
    backends, which dispatch imports by name), a file or folder (`ROOT / 'docs'`), or holds code, as for `python -c`.
 6. In Markdown, links, files in backticks, and code count.
 7. `validate()` and others in `LOADS_EVERYTHING` load every operation; what walks packages, such as the lint, imports all.
+8. A file that the door hands in to a lower room (`HANDED_IN`) counts with that room's file.
 
 A file that is imported but not used does not select a test: if it fails to import, the tests that use it show that.
 """
@@ -58,6 +59,8 @@ LOADS_EVERYTHING = {
     'validate',
 }
 WALKS = {'iter_modules', 'walk_packages'}
+# What the door hands in to a lower room, which may not import it: `Dispatcher.policy_reader` and `Dispatcher.before_reset`.
+HANDED_IN = {f'{CORE}runtime/policy_stack.py': (f'{CORE}policy_files/load.py', f'{CORE}policy_files/watch.py')}
 IMPORTS_ALL = f'{PACKAGE}.backends.lint.'  # in a test: the lint may run on the package
 
 _SUFFIX = re.compile('_(verifier|prefers)$')  # dispatch finds these methods by the name of the function
@@ -130,6 +133,8 @@ class Tree:
             if use in reached:
                 continue
             reached.add(use)
+            if use.name:
+                waiting += [Use(file, WHOLE) for file in HANDED_IN.get(use.file, ()) if file in self.files]
             pieces, methods = self.source(use.file).pieces(use.name)
             for name, piece in methods:
                 (pieces if name in words else unnamed[name]).append(piece)

@@ -317,7 +317,7 @@ SAMPLES = {
     'tests/ops/attn/test_parallel.py': 'fla/ops/attn/backends/reference.py',
     'tests/modules/test_norms.py': 'fla/modules/backends/reference/norms.py',
     'tests/layers/test_keys.py': 'fla/layers/keys.py',
-    'tests/test_served.py': 'fla/modules/kernels/losses.py',
+    'tests/test_served.py': 'fla/modules/kernels/linear_cross_entropy.py',
 }
 
 
