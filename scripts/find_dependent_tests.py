@@ -84,7 +84,7 @@ Uses = frozenset[Use]
 
 
 class Piece(NamedTuple):
-    """What one definition, or one statement, uses; and the words in it that may name a method."""
+    """The uses of one definition or statement, and the words in it that may name a method."""
 
     uses: Uses
     words: frozenset[str]
@@ -165,7 +165,7 @@ class Tree:
         return self.module(dotted)
 
     def attribute(self, module: str, name: str) -> set[Use]:
-        """What `name` of a module leads to. A name that is not found statically stands for the whole module."""
+        """The uses that `name` of a module leads to. A name that is not found statically stands for the whole module."""
         file = self.modules[module]
         source = self.source(file)
         if name == WHOLE:
@@ -250,7 +250,7 @@ class Source:
                 self.statements.append(node)
 
     def decorators(self) -> set[Use]:
-        """What the names in the decorators of functions lead to, such as a verifier of the default."""
+        """The uses that the names in the decorators of functions lead to, such as a verifier of the default."""
         functions = (node for nodes in self.definitions.values() for node in nodes if isinstance(node, ast.FunctionDef))
         parts = (part for node in functions for decorator in node.decorator_list for part in ast.walk(decorator))
         names = {part.id for part in parts if isinstance(part, ast.Name)}

@@ -16,7 +16,7 @@ PLATFORMS = ('cpu', 'cuda', 'rocm', 'xpu', 'npu', 'mps', 'meta')
 
 @dataclass(frozen=True)
 class Device:
-    """What the selection of a backend reads of a device. `capability` is set on `cuda` and `rocm` only."""
+    """The facts about a device that the selection of a backend reads. `capability` is set on `cuda` and `rocm` only."""
 
     platform: str
     index: int = 0

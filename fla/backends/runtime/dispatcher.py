@@ -299,8 +299,8 @@ class Dispatcher:
         with lock:
             for _, registry in self.registries.items():
                 registry.retry_paths()
+            self.replan()  # first: no cached plan may serve while the environment's layers are away
             self.policies.forget_environment()
-            self.replan()
         self.breakers.clear('refresh()')
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""What the Triton default of attention can run on."""
+"""Requirements of the Triton default of attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of attention share: block positions, loads of rows, masks of scores, and sums of decays."""
+"""Shared by the kernels of attention: block positions, loads of rows, masks of scores, and sums of decays."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _LARGEST_BLOCK = 128  # in steps
 
 
 def _compile_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Hashable:
-    """What decides which kernels are compiled."""
+    """The facts that decide which kernels are compiled."""
     g, sink_bias, cu_seqlens, _, window_size = others[:5]
     dtypes = [None if x is None else x.dtype for x in (g, sink_bias, cu_seqlens)]
     return (q.dtype, q.device, q.shape[2:], k.shape[2], v.shape[3], _is_decode(q), window_size > 0, *dtypes)
